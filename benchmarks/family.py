@@ -22,9 +22,9 @@ from sqlalchemy import Engine, create_engine
 
 from benchmarks.places import places
 from benchmarks.uncontended import ROUNDS, Candidate, measure
-from sqlalchemy_dblock import db_leader, db_lock, db_locks, db_rwlock, db_semaphore
+from sqlalchemy_dblock import db_leader, db_lock, db_rwlock, db_semaphore
 
-TARGETS = {"read": 1.3, "permit": 1.3, "leader": 1.3, "write": 1.6, "ten keys": 2.5, "read after write": None}
+TARGETS = {"read": 1.3, "permit": 1.3, "leader": 1.3, "write": 1.6, "read after write": None}
 """Longest time of a cycle, in those of a plain lock."""
 SECTION = 0.005
 """Seconds that a reader of the flood stays."""
@@ -68,7 +68,7 @@ def uncontended(engine: Engine) -> dict[str, float]:
     """Time of a cycle of each, in those of a lock."""
     rw, semaphore = db_rwlock(engine, "rw"), db_semaphore(engine, "semaphore", 5)
     leader, mixed = db_leader(engine, "leader"), db_rwlock(engine, "mixed")
-    lock, ten = db_lock(engine, "lock"), db_locks(engine, *(f"key{number}" for number in range(10)))
+    lock = db_lock(engine, "lock")
     read, write, other_read, other_write = rw.read(), db_rwlock(engine, "w").write(), mixed.read(), mixed.write()
     candidates = [
         Candidate("lock", cycles(lambda: _block(lock))),
@@ -76,7 +76,6 @@ def uncontended(engine: Engine) -> dict[str, float]:
         Candidate("write", cycles(lambda: _block(write))),
         Candidate("permit", cycles(lambda: _block(semaphore))),
         Candidate("leader", cycles(lambda: _block(leader))),
-        Candidate("ten keys", cycles(lambda: _block(ten))),
         Candidate("read after write", cycles(lambda: _blocks(other_write, other_read))),
     ]
     rates = measure(candidates, int(os.environ.get("ROUNDS", ROUNDS)))

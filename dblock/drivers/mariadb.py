@@ -49,7 +49,7 @@ class Prepared:
         changed: int = connection.affected_rows()
         if statement.reply is Reply.COUNT:
             return [()] * changed
-        return numbers(statement, connection.insert_id(), changed)
+        return numbers(connection.insert_id(), changed)
 
     def _prepare(self, statement: Statement) -> tuple[str, ...] | None:
         self._uses[statement.sql] += 1

@@ -25,10 +25,8 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.holding.flow import Block, Flow, Hold
-from dblock.core.holding.handover_record import Bundle
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock, Taking
-from dblock.core.lock.entering import Granted
 from dblock.core.lock.failures import quarantined
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
@@ -156,7 +154,7 @@ def undo(lock: BaseLock, found: object) -> Steps[None]:
 
 def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Part]:
     """Hold what has been confirmed, for the flow; no I/O."""
-    found = yield from entering.acquire(lock, None, kind, flow, granted=Granted(grant, Bundle()))
+    found = yield from entering.acquire(lock, None, kind, flow, granted=grant)
     return Part(lock, cast("Hold", found))
 
 

@@ -2,7 +2,7 @@
 
 `tests.support.explore` goes through them, and `tests.support.family` says what they consist of. A flow is a letter: `r`
 reads, `w` writes, `d` writes and then reads, `R` and `W` renew; `g` reads and `G` writes in a guarded transaction; a
-number acquires so many permits; `j` and `k` take a plain lock, and `b` those two together. After every step no writer
+number acquires so many permits; `j` and `k` take a plain lock, and `b` those two. After every step no writer
 is in beside others, and each key and slot has one tenure; at the end nothing is left, and nobody has slept until a
 poll.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import handover, shares, sharing, together
+from dblock.core.acquire import handover, shares, sharing
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Waiter
@@ -424,35 +424,6 @@ def lets_expire_what_it_got(patch: Patch) -> None:
     patch(Sharing, "_renew", lambda self, held, channel, _: renew(self, held, channel, None))
 
 
-def keeps_what_it_took_of_several(patch: Patch) -> None:
-    """Of two keys the one that was free is not given back before the keys are taken one after the other."""
-
-    def stay(*_: Any) -> Steps[list[Any]]:
-        yield from ()
-        return []
-
-    patch(together, "release", stay)
-
-
-def takes_held_ones_of_several(patch: Patch) -> None:
-    """`take_several` does not ask whether the keys are free."""
-    rewritten(patch, "take_several", f"(other.owner IS NULL OR other.expires_at <= {SQL.now})", "1 = 1", share=False)
-
-
-def releases_several_silently(patch: Patch) -> None:
-    """The release does not grant the keys to those that wait."""
-    rewritten(patch, "release_several", "served_ticket + 1 ELSE", "0 ELSE", share=False)
-
-
-def leaves_several_when_interrupted(patch: Patch) -> None:
-    """What may have been taken together stays when the flow is interrupted."""
-
-    def stay(*_: Any, **__: Any) -> Steps[None]:
-        yield from ()
-
-    patch(together, "undo_take", stay)
-
-
 def releases_before_it_reads(patch: Patch) -> None:
     """A downgrade frees the door first."""
     downgrade = Sharing.downgrade
@@ -533,10 +504,6 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (keeps_what_it_got, "12", (), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}),
     (lets_expire_what_it_got, "12", (), {"holds": (40.0, 0.0)}),
     (releases_before_it_reads, "dw", (), {}),
-    (keeps_what_it_took_of_several, "bk", (), {"tables": "model"}),
-    (takes_held_ones_of_several, "bk", (), {}),
-    (releases_several_silently, "bk", (), {}),
-    (leaves_several_when_interrupted, "b", ("slow", "interrupt"), {}),
     (undoes_nothing, "r", ("slow", "interrupt"), {}),
     (writers_shut_nothing, "wrwr", (), {}),
     (readers_stay_in_the_table, "r", (), {}),

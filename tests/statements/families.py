@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.conftest import DATABASES
-from tests.statements import administrators, keys, several, sharing, waiters
+from tests.statements import administrators, keys, sharing, waiters
 from tests.statements.cases import AHEAD, BUSY, MYSQL, REFUSED, SERVERS, At, Case, Do, held, waiter
 
-_OF_EACH: Final = (*keys.CASES, *several.CASES, *waiters.CASES, *sharing.CASES, *administrators.CASES)
+_OF_EACH: Final = (*keys.CASES, *waiters.CASES, *sharing.CASES, *administrators.CASES)
 
 DURABLE: Final = (
     "take",
-    "take_several",
     "create",
     "reenter",
     "extend",
@@ -35,7 +34,7 @@ DURABLE: Final = (
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
 FAST: Final = (
     *("release", "leave", "reap", "join", "announce", "adopt_place", "leave_queue", "confirm", "clear", "forget"),
-    *("note", "trim", "alone", "end_expired", "leave_read", "leave_slot", "release_several"),
+    *("note", "trim", "alone", "end_expired", "leave_read", "leave_slot"),
 )
 """What may be lost, and so does not wait for the disk."""
 
@@ -66,7 +65,6 @@ BOUNDED: Final = {
             "reap",
             *_OUTSIDE,
             *("read", "alone", "await_leaving", "leave_read", "leave_slot"),
-            *("take_several", "release_several"),
         ),
         _SHARES: ("take_slot", "end_expired", "leave_read", "leave_slot"),
         _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
@@ -74,17 +72,17 @@ BOUNDED: Final = {
         _EVENTS: ("trim",),
     },
     "mariadb": {
-        _ROW: ("take", "take_several", *_LATER, "reap", "read", "take_slot"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
         _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
         _TABLES: (
             *("take", "create", *_LATER, "reap", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
-            *("read", "take_slot", "end_expired", "take_several"),
+            *("read", "take_slot", "end_expired"),
         ),
     },
     "mysql": {
-        _ROW: ("take", "take_several", *_LATER, "reap", "read", "take_slot"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
         _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "forget"),
     },
@@ -114,7 +112,6 @@ GRANT_RETRY: Final = [
         "await_leaving",
         "leave_read",
         "leave_slot",
-        "release_several",
     ),
 ]
 """What goes on while a transaction pins the key."""
@@ -175,7 +172,7 @@ def _families() -> Iterator[Case]:
 
 
 ASKING: Final = (
-    *("take", "take_several", "create", "grant", "accept", "hand_over_local", "attach", "adopt"),
+    *("take", "create", "grant", "accept", "hand_over_local", "attach", "adopt"),
     *("read", "take_slot", "end_expired", "reap"),
 )
 """The statements that begin a tenure, let somebody enter one, or delete a row that keeps others out."""

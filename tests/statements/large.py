@@ -20,7 +20,6 @@ from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
-from tests.statements.several import several
 
 LISTED: Final = 20
 """How many rows a statement names that takes a list."""
@@ -99,9 +98,6 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
         **dict.fromkeys(("pin", "accept", "hand_over_local", "free", "revoke"), Asked(held)),
         "detach": Asked({**held, "count": 0}),
         "take": Asked({"key": "free"}),
-        "take_several": Asked(several(*(f"old{n}" for n in _NUMBERS)), 2 * few),  # looked at, and changed
-        "release_several": Asked(several(*(f"held{n}" for n in _NUMBERS)), few),
-        "unserved": Asked(several("queue", "few", "wanted", *(f"held{n}" for n in _NUMBERS)), few + 3),
         "create": Asked({"key": "new"}),
         "adopt": Asked({"key": "open"}),
         **dict.fromkeys(("renew", "alive"), Asked(leases(*((f"held{n}", "me", 7) for n in _NUMBERS)), few)),

@@ -40,7 +40,7 @@ class Excuse(NamedTuple):
 
 _READING: Final = (
     *("alive", "awaited", "chain", "count_*", "dead", "first_waiter", "list_*", "listed", "next_keys", "queue_status"),
-    *("stale", "unserved"),
+    "stale",
 )
 
 EQUIVALENT: Final = (
@@ -52,14 +52,6 @@ EQUIVALENT: Final = (
     Excuse(
         *("postgresql", "*", "MATERIALIZED -> nothing"),
         "PostgreSQL never merges a query with FOR UPDATE into the one around it",
-    ),
-    Excuse(
-        *("postgresql", "take_several", "MATERIALIZED -> nothing (2)"),
-        "nor does it merge one that calls a volatile function, as the clock is",
-    ),
-    Excuse(
-        *("postgresql", "take_several", "lock_key = ANY (* -> TRUE"),
-        "the CASE says so as well: only the plan changes, which test_plans looks at",
     ),
     Excuse(
         *("postgresql", "end_expired", "lock_key = ANY (ARRAY[[]due.name]) -> TRUE"),
@@ -145,7 +137,6 @@ EQUIVALENT: Final = (
         Excuse(*(database, "grant", "1 -> TRUE"), "TRUE is 1 there, by which the kind of the key is compared")
         for database in ("sqlite", "m*")
     ),
-    Excuse(*("mysql", "take_several", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(

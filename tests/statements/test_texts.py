@@ -247,14 +247,11 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
         assert len(rows("revoke", fence=fence)) == 1
         assert rows("inspect")[0][-5] == text
         assert len(rows("free", fence=fence)) == 1
-        [(fence,)] = rows("take_several")
-        assert rows("release_several", fence=fence) == ([()] if dialect.partly else [(text, 0)])
         assert rows("list_keys", free=1, after="", upto=text)[0][0] == text
         assert rows("next_keys", after="")[0][0] == text
         [ticket, *_] = rows("join", waiter_ttl=30.0)[0]
         assert rows("first_waiter", first=0) == [(ticket, text, text)]
-        if dialect.queue.join_answers or rows("announce", ticket=ticket):
-            assert dialect.unserved is None or rows("unserved") == [(text, 1)]
+        assert dialect.queue.join_answers or rows("announce", ticket=ticket)
         assert len(rows("heartbeat")) == 1
         assert len(rows("leave_queue")) == 1
         assert len(rows("note")) == 1

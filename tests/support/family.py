@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-from dblock.core.acquire import acquiring, handover, together
+from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import LockStoreError
@@ -76,7 +76,7 @@ class Member(Flow):
 
     What it does is one letter: `r` reads, `w` writes, `d` writes and then reads; `R` and `W` renew their lease once.
     `g` reads and `G` writes in a guarded transaction, during which the lease is not renewed. A number acquires so many
-    permits. `j` and `k` take the plain lock on that key, and `b` those on both together.
+    permits. `j` and `k` take the plain lock on that key, and `b` those on both.
     """
 
     does: str = "r"
@@ -122,11 +122,7 @@ class Member(Flow):
             yield from self._downgrade(request)
         self.breakable = True
         mine, self.grants = self.entered, []
-        guarded = self.does in "gG"
-        if len({grant.tenure.owner for grant in mine}) < len(mine):  # they were taken together
-            _ = yield from together.release(site, [HandoverRecord.of(grant) for grant in mine])
-            return
-        yield from self._leave_all(mine, guarded=guarded)
+        yield from self._leave_all(mine, guarded=self.does in "gG")
 
     def _guard(self) -> Steps[bool]:
         """Pin what it has, and look whether it still has that, as `dblock.core.lock.operations.guarded` does."""
@@ -164,10 +160,8 @@ class Member(Flow):
             raise
 
     def _take(self, keys: str, request: Request) -> Steps[list[Grant] | Refused]:
-        """As `dblock.core.lock.several`: together, else one after the other; what was taken in vain is released."""
+        """As `dblock.core.lock.several`: one after the other; what was taken in vain is released."""
         site, house = self.house.site, self.house
-        if len(keys) > 1 and (grants := (yield from together.take(site, request, list(keys), lambda: house))):
-            return grants
         got = list[Grant]()
         try:
             for key in keys:
@@ -407,28 +401,9 @@ class OnModel(Family):
     def _create(self, p: dict[str, Any]) -> Rows:
         return [] if self._is_pinned(p["key"]) else super()._create(p)
 
-    def _take_several(self, p: dict[str, Any]) -> Rows:
-        """Takes those that are free, as MySQL's statement does; those of the others take all or none."""
-        rows = {key: self.rows.get(key) for key in json.loads(p["keys"])}
-        free = {
-            key: row
-            for key, row in rows.items()
-            if row is not None
-            and row["last"] == row["served"]
-            and (row["owner"] is None or self.time >= row["expires_at"])
-        }
-        fence = max([self.micros, *(row["fence"] + 1 for row in free.values())])
-        for key, row in free.items():
-            _ = self._begin({**row, "fence": fence - 1}, {**p, "key": key})
-        return [(fence,)] * len(free)
-
     def _chain(self, _: dict[str, Any]) -> Rows:
         """Nobody waits in a circle: keys are taken in one order."""
         return []
-
-    def _release_several(self, p: dict[str, Any]) -> Rows:
-        found = [(key, self._release({**p, "key": key, "count": 1})) for key in json.loads(p["keys"])]
-        return [(key, rows[0][0]) for key, rows in found if rows]
 
     @property
     def seen_rows(self) -> dict[str, dict[str, Any]]:

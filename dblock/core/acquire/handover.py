@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
-from dblock.core.holding.handover_record import Bundle, HandoverRecord
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep
@@ -167,15 +167,7 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     """
     if SHARE in held.tenure.key:
         return _leave_share(site, held)
-    if held.bundle is not None and held.bundle.collecting and site.local_queues.get(held.tenure.key) is None:
-        return _note_left(held.bundle, held)
     return _pass_on(site, held)
-
-
-def _note_left(bundle: Bundle, held: HandoverRecord) -> Steps[bool]:
-    bundle.left.append(held)
-    yield from ()
-    return True
 
 
 def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:

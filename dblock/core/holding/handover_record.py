@@ -7,21 +7,9 @@ closed, and must not be released.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dblock.core.values import Grant, Tenure
-
-
-@dataclass(slots=True, eq=False)
-class Bundle:
-    """Tenures of several keys that were begun together, with one owner token and one fence.
-
-    While they are left together, each is only noted, and one statement ends them all.
-    """
-
-    collecting: bool = False
-    left: list[HandoverRecord] = field(default_factory=list)
-    """Those whose last entry was left meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +23,6 @@ class HandoverRecord:
     """Number of consecutive hand-overs inside this process up to this tenure."""
     guarded: bool = False
     """Whether a transaction may pin the row: then a reader's is not deleted when it leaves."""
-    bundle: Bundle | None = None
-    """The tenures that were begun with it, if any."""
     handed_over: bool = False
     """Whether the database has confirmed that another owner has the key."""
 

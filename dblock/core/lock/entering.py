@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -17,7 +17,6 @@ from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
-from dblock.core.holding.handover_record import Bundle
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
@@ -30,20 +29,13 @@ from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
 
 
-class Granted(NamedTuple):
-    """A tenure that was begun together with others."""
-
-    grant: Grant
-    bundle: Bundle
-
-
 def acquire(
     lock: BaseLock,
     timeout: float | None,
     kind: str = "acquire",
     flow: Flow | None = None,
     *,
-    granted: Granted | None = None,
+    granted: Grant | None = None,
 ) -> Steps[Hold | Refused]:
     """The hold of this flow, else the refusal. `flow`: this flow, if known; `granted`: what has been taken already."""
     entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or lock._running_flow()
@@ -58,13 +50,11 @@ def acquire(
 
 
 def _begin_granted(
-    granted: Granted, lock: BaseLock, _timeout: float | None, entry: Entry, flow: Flow, _contended: object = None
+    granted: Grant, lock: BaseLock, _timeout: float | None, entry: Entry, flow: Flow, _contended: object = None
 ) -> Steps[Hold | Refused]:
     """Hold what has been taken."""
     yield from ()
-    hold = begin_hold(lock, flow, granted.grant, entry, None, store=lock._store())
-    hold.record.bundle = granted.bundle
-    return hold
+    return begin_hold(lock, flow, granted, entry, None, store=lock._store())
 
 
 def _acquire(
@@ -191,14 +181,14 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     return or_skip(lock, steps)
 
 
-def enter_block(lock: BaseLock, timeout: float | None, granted: Granted | None = None) -> Steps[None]:
-    """The same, whatever `on_busy` says. `granted`: what has been taken already."""
+def enter_block(lock: BaseLock, timeout: float | None) -> Steps[None]:
+    """The same, whatever `on_busy` says."""
     flow = lock._running_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        found = yield from acquire(lock, timeout, "with", flow, granted=granted)
+        found = yield from acquire(lock, timeout, "with", flow)
         if isinstance(found, Refused):
             from dblock.core.lock.failures import timed_out  # noqa: PLC0415 - only for the error
 

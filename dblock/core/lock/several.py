@@ -1,36 +1,28 @@
 """Several locks that are taken together, or not at all.
 
-Where all are free and in one database, one statement takes them, and one releases them. Else they are taken one after
-the other, each through its queue, under one deadline, in the order of their databases and keys. So two flows that take
-overlapping sets cannot wait for each other in a circle.
+They are taken one after the other, each through its queue, under one deadline, in the order of their databases and
+keys. So two flows that take overlapping sets cannot wait for each other in a circle.
 
 Rule: whatever ends the taking early, a timeout, an error or an interrupt, what was taken before is released.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dblock.core import clock, runtime
-from dblock.core.acquire import together
+from dblock.core import clock
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Flow, Hold, current_task
-from dblock.core.holding.handover_record import Bundle, HandoverRecord
 from dblock.core.lock import entering, leaving
-from dblock.core.lock.entering import Granted
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
-from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
-from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout
-from dblock.core.values import KeyKind, Seconds, State
+from dblock.core.values import Seconds, State
 
 F = TypeVar("F", bound=Callable[..., Any])
 Entered = list[tuple[Any, Block]]
@@ -134,11 +126,6 @@ class BaseLocks:
 
     # -- helpers
 
-    @property
-    def _first(self) -> Any:
-        """A lock that drives the statements on several."""
-        return self._members[0]
-
     def _in_order(self) -> list[Any]:
         """Each lock once, in the order in which all flows take them; of a reader's and a writer's the writer's."""
         found = dict[object, tuple[tuple[str, str, str], int, Any]]()
@@ -157,43 +144,6 @@ class BaseLocks:
         deadline = None if timeout is None else clock.now() + timeout
         for lock in self._in_order():
             yield lock, None if deadline is None else max(deadline - clock.now(), 0.0)
-
-    def _together(self) -> Steps[dict[Any, Granted]]:
-        """Take all in one statement: each with what it was granted; empty if they are to be taken one after the other.
-
-        So are locks that differ in more than their keys, that this process holds, or that others probably wait for.
-        """
-        locks = self._in_order()
-        first, flow = locks[0], current_flow()
-        store: Store = first._store()
-        if len(locks) < 2 or not store.renewable or any(not _is_like(lock, first) for lock in locks):
-            return {}
-        site, holds = runtime.current.site(store), runtime.current.watchdog.holds
-        keys = [lock.key for lock in locks]
-        if any(holds(store, key) or (store, key) in flow.holds or site.expects_contention(key) for key in keys):
-            return {}
-        request = entering.request_of(first, store, flow, first._ttl)
-        services = functools.partial(runtime.current.waiter_services, store)
-        grants, bundle = (yield from together.take(site, request, keys, services)), Bundle()
-        return {lock: Granted(grant, bundle) for lock, grant in zip(locks, grants or (), strict=False)}
-
-    def _give_back(self, granted: dict[Any, Granted]) -> Steps[None]:
-        """Release what was taken together and not entered."""
-        if granted:
-            records = [HandoverRecord.of(each.grant) for each in granted.values()]
-            with contextlib.suppress(LockError):
-                _ = yield from together.release(runtime.current.site(next(iter(granted))._store()), records)
-
-    def _end(self, bundle: Bundle) -> Steps[None]:
-        """Release what was left together; raises LockLost for the first that was over before."""
-        bundle.collecting, left, bundle.left = False, bundle.left, []
-        locks = {lock.key: lock for lock in self._in_order()}
-        if not left:
-            return
-        first = locks[left[0].tenure.key]
-        for tenure in (yield from together.release(runtime.current.site(first._store()), left)):
-            loss = yield from tenures.why_lost(first._store().database, tenure)
-            raise locks[tenure.key]._lost_tenure(tenure.fence, loss)
 
     def _open(self) -> None:
         """Called once all are taken: raises LockLost if one was lost meanwhile."""
@@ -244,16 +194,12 @@ class SyncLocks(BaseLocks):
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time. As `Lock.acquire`."""
         wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
-        granted = dict[Any, Granted]()
         try:
-            granted = self._first._drive(self._together())
             for lock, left in self._in_turn(wait):
-                if not isinstance(lock._drive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
+                if not isinstance(lock._drive(entering.acquire(lock, left)), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
-                _ = granted.pop(lock, None)
             self._open()
         except BaseException as error:
-            self._first._drive(self._give_back(granted))
             self._leave(self._since(before), leaving.leave_entry, error)
             if not isinstance(error, (_Busy, LockTimeout)):
                 raise
@@ -270,16 +216,10 @@ class SyncLocks(BaseLocks):
     ) -> None:
         """Leave all of that. An error of a release is raised, or becomes a note on `error`, which ended the taking."""
         late: BaseException | None = None
-        bundles = _collecting(entered)
         for lock, block in entered:
             try:
                 lock._drive(leave(lock, block))
             except BaseException as raised:  # noqa: BLE001 - the others must be left
-                late = _worse(late, raised)
-        for bundle in bundles:
-            try:
-                self._first._drive(self._end(bundle))
-            except BaseException as raised:  # noqa: BLE001 - as above
                 late = _worse(late, raised)
         if late is not None and not _is_noted(late, error):
             raise late
@@ -299,16 +239,13 @@ class SyncLocks(BaseLocks):
             lock.guard(*given)
 
     def _enter(self) -> None:
-        before, granted = self._entered(), dict[Any, Granted]()
+        before = self._entered()
         try:
-            granted = self._first._drive(self._together())
             for lock, left in self._in_turn(self._timeout):
-                lock._drive(entering.enter_block(lock, left, granted.get(lock)))
-                _ = granted.pop(lock, None)
+                lock._drive(entering.enter_block(lock, left))
             self._open()
             self._begun(before)
         except BaseException as error:
-            self._first._drive(self._give_back(granted))
             self._leave(self._since(before), leaving.leave_block, error)
             raise
 
@@ -350,16 +287,12 @@ class AsyncLocks(BaseLocks):
     async def acquire(self: BaseLocks, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time."""
         wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
-        granted = dict[Any, Granted]()
         try:
-            granted = await self._first._adrive(self._together())
             for lock, left in self._in_turn(wait):
-                if not isinstance(await lock._adrive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
+                if not isinstance(await lock._adrive(entering.acquire(lock, left)), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
-                _ = granted.pop(lock, None)
             self._open()
         except BaseException as error:
-            await self._first._adrive(self._give_back(granted), undisturbed=True)
             await _aleave(self, self._since(before), leaving.leave_entry, error)
             if not isinstance(error, (_Busy, LockTimeout)):
                 raise
@@ -412,18 +345,15 @@ class AsyncLocks(BaseLocks):
 async def enter(several: BaseLocks) -> None:
     """Begin an `async with`."""
     refuse_to_skip(several)
-    before, granted = several._entered(), dict[Any, Granted]()
+    before = several._entered()
     try:
-        granted = await several._first._adrive(several._together())
         for lock, left in several._in_turn(several._timeout):
-            await lock._adrive(entering.enter_block(lock, left, granted.get(lock)))
-            _ = granted.pop(lock, None)
+            await lock._adrive(entering.enter_block(lock, left))
             if lock.options.interrupt:
                 lock._surely_held().cancelling = current_task().cancelling()
         several._open()
         several._begun(before)
     except BaseException as error:
-        await several._first._adrive(several._give_back(granted), undisturbed=True)
         entered = several._since(before)
         await _aleave(several, entered, leaving.leave_block, error)
         for lock, block in entered:
@@ -441,43 +371,13 @@ async def _aleave(
 ) -> None:
     """The asynchronous twin of `SyncLocks._leave`."""
     late: BaseException | None = None
-    bundles = _collecting(entered)
     for lock, block in entered:
         try:
             await lock._adrive(leave(lock, block), undisturbed=True)
         except BaseException as raised:  # noqa: BLE001 - the others must be left
             late = _worse(late, raised)
-    for bundle in bundles:
-        try:
-            await several._first._adrive(several._end(bundle), undisturbed=True)
-        except BaseException as raised:  # noqa: BLE001 - as above
-            late = _worse(late, raised)
     if late is not None and not _is_noted(late, error):
         raise late
-
-
-def _is_like(lock: Any, first: Any) -> bool:
-    """Whether two locks differ in their keys alone, as far as one statement can take both."""
-    ours, others = lock.options, first.options
-    return (
-        lock._kind == KeyKind.LOCK
-        and lock._flow is None
-        and lock._store() is first._store()
-        and lock.forked_from is None
-        and (lock._ttl, ours.grace, ours.label, ours.fair) == (first._ttl, others.grace, others.label, others.fair)
-    )
-
-
-def _collecting(entered: Sequence[tuple[Any, Any]]) -> list[Bundle]:
-    """The tenures that were begun together and are now left together: each is noted, and `_end` ends them."""
-    found = list[Bundle]()
-    for lock, block in entered:
-        hold = lock._hold_here() if block is None else block.hold
-        bundle = None if hold is None else hold.record.bundle
-        if bundle is not None and bundle not in found:
-            bundle.collecting = True
-            found.append(bundle)
-    return found
 
 
 def _worse(first: BaseException | None, second: BaseException) -> BaseException:

@@ -22,7 +22,6 @@ class Reply(Enum):
     ROWS = "the rows it returns"
     COUNT = "one empty row for each row that it changed"
     NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed something"
-    NUMBERS = "the number left by LAST_INSERT_ID(expr), in one row for each row that it changed"
 
 
 class Failure(Enum):
@@ -117,9 +116,6 @@ class Dialect:
     name: str
     take: Statement
     """Begin a tenure on a row that is free or expired -> fence."""
-    take_several: Statement
-    """Begin tenures on all of `number` rows, the keys of the list `keys`, if all are free and nobody waits for one ->
-    one row for each, with the fence of all. With `partly`, on those of them that are free."""
     create: Statement
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
@@ -144,11 +140,6 @@ class Dialect:
     `bearers` have entered, no more; lower it by one if `count` is 0."""
     release: Statement
     """Set the count to one less than `count`; at zero the key is free -> the first ticket not served, 0 for none."""
-    release_several: Statement
-    """End the tenures of one owner and fence on the keys of the list `keys` -> one row for each; as `unserved`, if
-    there is none."""
-    unserved: Statement | None
-    """Those of the keys of a list that somebody may wait for -> key, first ticket not served."""
     leave: Statement
     """Lower the count by one, if it is `count` and `bearers` have entered, or if `count` is 0; at zero the key is free,
     once `min_hold` is over, unless an unused token is out: then its bearer has one `life` -> as `release`."""
@@ -178,8 +169,6 @@ class Dialect:
     """The statements of readers, writers and permits."""
     epoch: Epochs | None = None
     """The statements on the epoch; None if databases of this kind have no replicas."""
-    partly: bool = False
-    """Whether `take_several` takes the keys that are free although others are not."""
     pins_prepared: bool = True
     """Whether `pin` lasts until a two-phase transaction ends, also if it is prepared and the server restarts."""
     quote: str = '"'
@@ -431,9 +420,9 @@ def perform(
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:
         return [()] * cursor.rowcount
-    return numbers(statement, cursor.lastrowid, cursor.rowcount)
+    return numbers(cursor.lastrowid, cursor.rowcount)
 
 
-def numbers(statement: Statement, number: int, changed: int) -> list[Any]:
+def numbers(number: int, changed: int) -> list[Any]:
     """The answer of a statement that leaves a number; one that changes rows of two tables still answers one row."""
-    return [(number,)] * (changed if statement.reply is Reply.NUMBERS else min(changed, 1))
+    return [(number,)] * min(changed, 1)

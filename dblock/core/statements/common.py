@@ -12,7 +12,7 @@ Rule: each statement says why it is safe to send, late and twice included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, WhenLocked
 from dblock.core.statements.epoch import epochs
@@ -30,15 +30,6 @@ TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {
 WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at"
 
 
-class Several(NamedTuple):
-    """The statements on several keys; see `Dialect`."""
-
-    take: Statement
-    release: Statement
-    unserved: Statement | None = None
-    partly: bool = False
-
-
 def dialect(
     words: Vocabulary,
     *,
@@ -54,7 +45,6 @@ def dialect(
     leave_queue: Statement,
     heartbeat: Statement,
     hand_over_local: Statement,
-    several: Several,
     shares: Shares,
     call: Statement | None = None,
     sleep_until_killed: Statement | None = None,
@@ -96,7 +86,6 @@ def dialect(
     return Dialect(
         name=name,
         take=take(words),
-        take_several=several.take,
         create=create,
         inspect=inspect(words),
         reenter=reenter(words),
@@ -107,8 +96,6 @@ def dialect(
         adopt=adopt(words),
         detach=detach(words),
         release=release(words),
-        release_several=several.release,
-        unserved=several.unserved,
         leave=leave(words),
         pin=pin,
         locate=locate,
@@ -121,7 +108,6 @@ def dialect(
         queue=queue,
         shares=shares,
         epoch=epochs(words) if words.server else None,
-        partly=several.partly,
         pins_prepared=pins_prepared,
         quote=quote,
     )
@@ -357,31 +343,6 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
 {_first_unserved(words, free, f"expires_at <= {words.now}")}
 """
     return Statement("leave", sql, words.numbers, critical=True)
-
-
-def take_several(words: Vocabulary) -> Statement:
-    """Safe where one transaction writes at a time: as the take of each row; none is taken unless all are free."""
-    theirs = f"FROM locks AS other{words.by_pin} WHERE {words.is_listed('other.lock_key', ':keys')}"
-    free = f"""other.kind = 0 AND (other.owner IS NULL OR other.expires_at <= {words.now})
-        AND (other.last_ticket = other.served_ticket OR :fair = 0)"""
-    fence = f"{words.greatest}((SELECT max(other.fence) {theirs}) + 1, {words.micros})"
-    sql = f"""
-UPDATE locks{words.by_pin} SET owner = :owner,{begun(words, count=" count = 1,", fence=fence)}
-WHERE {words.is_listed("lock_key", ":keys")} AND (SELECT count(*) {theirs} AND {free}) = :number
-RETURNING fence
-"""
-    return Statement("take_several", sql, Reply.ROWS, row_locked=WhenLocked.SKIP, database_locked=WhenLocked.RAISE)
-
-
-def release_several(words: Vocabulary) -> Statement:
-    """Safe: as the release of each; it is sent twice without harm. Asynchronous, as that."""
-    sql = f"""
-UPDATE locks{words.by_key} SET owner = NULL, count = 0, expires_at = {words.now}
-WHERE {words.is_listed("lock_key", ":keys")} AND owner = :owner AND fence = {words.bigint(":fence")}
-  {words.asynchronous}
-RETURNING lock_key, CASE WHEN last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
-"""
-    return Statement("release_several", sql, Reply.ROWS, critical=True)
 
 
 def stale(words: Vocabulary) -> Statement:

@@ -45,8 +45,6 @@ from dblock.core.statements.common import (
     STEP,
     TENURE,
     WAITER,
-    Several,
-    begun,
     dialect,
     hand_over_local,
     tables,
@@ -174,50 +172,6 @@ WHERE one = 1 {SQL.is_open("")}
     Reply.NUMBER,
     priority=True,
     row_locked=WhenLocked.SKIP,
-)
-
-_KEYS: Final = f"JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$')) AS due"
-
-# Safe: as the take of each row, in the order of the list, without waiting. It takes those that are free: who gets fewer
-# than it asked for gives them back. The fence is the clock's, and a row whose fence is ahead of that is not taken.
-TAKE_SEVERAL: Final = Statement(
-    "take_several",
-    f"""
-{SQL.at_once}UPDATE /*!80017 (SELECT due.name FROM */ {_KEYS}
-    /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (locks_pin) ON mine.lock_key = due.name
-    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */
-STRAIGHT_JOIN locks FORCE INDEX (locks_pin) ON lock_key = due.name
-SET owner = :owner,{begun(SQL, count=" count = 1,", fence=SQL.micros)}
-WHERE kind = 0 AND (owner IS NULL OR expires_at <= {SQL.now}) AND (last_ticket = served_ticket OR :fair = 0)
-  AND fence < {SQL.micros} {SQL.is_open()}
-""",
-    Reply.NUMBERS,
-    row_locked=WhenLocked.SKIP,
-    database_locked=WhenLocked.RAISE,
-)
-
-# Safe: as the release of each; it is sent twice without harm. Asynchronous, as that.
-RELEASE_SEVERAL: Final = Statement(
-    "release_several",
-    f"""
-UPDATE {_KEYS} STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON lock_key = due.name
-SET owner = NULL, count = 0, expires_at = {SQL.now}
-WHERE owner = :owner AND fence = :fence
-""",
-    Reply.COUNT,
-    critical=True,
-)
-
-# Safe: reads only, without locks.
-UNSERVED: Final = Statement(
-    "unserved",
-    f"""
-SELECT lock_key, served_ticket + 1
-FROM {_KEYS} STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON lock_key = due.name
-WHERE last_ticket > served_ticket
-""",
-    Reply.ROWS,
-    critical=True,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
@@ -470,7 +424,6 @@ DIALECT: Final = dialect(
     join=JOIN,
     grant=GRANT,
     hand_over_local=hand_over_local(SQL),
-    several=Several(TAKE_SEVERAL, RELEASE_SEVERAL, UNSERVED, partly=True),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     shares=shares(SQL, read=READ, pins_gaps=True),

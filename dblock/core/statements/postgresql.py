@@ -41,11 +41,9 @@ from dblock.core.statements.common import (
     TENURE,
     WAITER,
     WHO,
-    Several,
     begun,
     dialect,
     ours_to_hand_over,
-    release_several,
 )
 from dblock.core.statements.shares import AWAITED, no_writer_waits, shares
 from dblock.core.statements.vocabulary import Vocabulary
@@ -111,12 +109,9 @@ class PostgreSQL(Vocabulary):
         return f""", LATERAL (
         SELECT * FROM lock_waiters WHERE owner >= {flow} AND owner < {flow} || 'g' ORDER BY owner LIMIT 16) AS waiter"""
 
-    def is_listed(self, column: str, names: str) -> str:
-        return f"{column} = ANY (ARRAY(SELECT json_array_elements_text(CAST({names} AS json))))"
-
     def of_listed(self, column: str, names: str, condition: str) -> str:
         # A sequential scan might come to the condition first, and try the locks of other keys.
-        return f"{self.is_listed(column, names)} AND ({condition})"
+        return f"{column} = ANY (ARRAY(SELECT json_array_elements_text(CAST({names} AS json)))) AND ({condition})"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         listed = "json_array_elements_text(CAST(:names AS json)) AS due (name)"
@@ -156,33 +151,6 @@ RETURNING fence
     Reply.ROWS,
     priority=True,
     row_locked=WhenLocked.SKIP,
-)
-
-# Safe: as the take of each row. All rows are locked in the order of their keys before one is changed, and none is
-# changed unless all are free: so two of these do not wait for each other in a circle. The list is looked at twice: a
-# scan of the whole table evaluates the first condition after the CASE, and would try the pins of all free keys.
-_LISTED: Final = SQL.is_listed("lock_key", ":keys")
-TAKE_SEVERAL: Final = Statement(
-    "take_several",
-    f"""
-WITH mine AS MATERIALIZED (
-    SELECT lock_key, fence FROM locks
-    WHERE {_LISTED} AND kind = 0
-      AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-      AND {SQL.unpinned(f"{_LISTED} AND (owner IS NULL OR expires_at <= {SQL.now})")}
-      {SQL.is_open()} {SQL.durable}
-    ORDER BY lock_key FOR UPDATE
-), all_of_them AS MATERIALIZED (
-    SELECT count(*) AS number, greatest(max(fence) + 1, {SQL.micros}) AS next FROM mine
-)
-UPDATE locks SET owner = :owner,{begun(SQL, count=" count = 1,", fence="all_of_them.next")}
-FROM all_of_them
-WHERE all_of_them.number = CAST(:number AS bigint) AND locks.lock_key IN (SELECT mine.lock_key FROM mine)
-RETURNING locks.fence
-""",
-    Reply.ROWS,
-    row_locked=WhenLocked.SKIP,
-    database_locked=WhenLocked.RAISE,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
@@ -514,7 +482,6 @@ DIALECT: Final = dialect(
     join=JOIN,
     grant=GRANT,
     hand_over_local=HAND_OVER_LOCAL,
-    several=Several(TAKE_SEVERAL, release_several(SQL)),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     shares=shares(SQL, read=READ, leave_read=LEAVE_READ, leave_slot=LEAVE_SLOT),

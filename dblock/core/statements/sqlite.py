@@ -22,11 +22,8 @@ from dblock.core.statements.common import (
     STEP,
     TENURE,
     WAITER,
-    Several,
     dialect,
     hand_over_local,
-    release_several,
-    take_several,
 )
 from dblock.core.statements.shares import read, shares
 from dblock.core.statements.vocabulary import Vocabulary
@@ -76,9 +73,6 @@ class SQLite(Vocabulary):
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)
         return f"(SELECT {values} FROM json_each({parameter})) AS record"
-
-    def is_listed(self, column: str, names: str) -> str:
-        return f"{column} IN (SELECT value FROM json_each({names}))"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_owner
@@ -254,7 +248,6 @@ DIALECT: Final = dialect(
     join=JOIN,
     grant=GRANT,
     hand_over_local=hand_over_local(SQL),
-    several=Several(take_several(SQL), release_several(SQL)),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     shares=shares(SQL, read=read(SQL)),

@@ -171,10 +171,6 @@ class Vocabulary:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
         return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
 
-    def is_listed(self, column: str, names: str) -> str:
-        """Whether the column is one of the texts of the JSON list `names`; through the index on the column."""
-        raise NotImplementedError
-
     def of_listed(self, column: str, names: str, condition: str) -> str:
         """The condition, for a statement on the rows of a list; with the list, if it might be evaluated for others."""
         return condition

@@ -84,22 +84,6 @@ AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
--- take_several: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
-SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
-UPDATE JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
-ON lock_key = due.name
-SET owner = :owner, fence = LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE kind = 0
-AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
-AND (last_ticket = served_ticket OR :fair = 0)
-AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
-AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
-
 -- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
@@ -197,20 +181,6 @@ AND owner = :owner
 AND fence = :fence
 AND LAST_INSERT_ID(CASE WHEN :count = 1
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
-
--- release_several: one empty row for each row that it changed
-UPDATE JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
-ON lock_key = due.name
-SET owner = NULL, count = 0, expires_at = UTC_TIMESTAMP(6)
-WHERE owner = :owner
-AND fence = :fence;
-
--- unserved: the rows it returns
-SELECT lock_key, served_ticket + 1 FROM JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
-ON lock_key = due.name
-WHERE last_ticket > served_ticket;
 
 -- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)

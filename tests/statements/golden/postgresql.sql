@@ -86,29 +86,6 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
 
--- take_several: the rows it returns
-WITH mine AS MATERIALIZED (
-SELECT lock_key, fence
-FROM locks
-WHERE lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
-AND kind = 0
-AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
-AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
-AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ORDER BY lock_key FOR UPDATE ), all_of_them AS MATERIALIZED (
-SELECT count(*) AS number, greatest(max(fence) + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)) AS next FROM mine )
-UPDATE locks
-SET owner = :owner, fence = all_of_them.next, count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task FROM all_of_them
-WHERE all_of_them.number = CAST(:number AS bigint)
-AND locks.lock_key IN (SELECT mine.lock_key FROM mine)
-RETURNING locks.fence;
-
 -- create: the rows it returns
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), CAST(:reading AS integer)
@@ -220,16 +197,6 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
-
--- release_several: the rows it returns
-UPDATE locks
-SET owner = NULL, count = 0, expires_at = clock_timestamp()
-WHERE lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
-AND owner = :owner
-AND fence = CAST(:fence AS bigint)
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING lock_key, CASE WHEN last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- leave: the rows it returns
 UPDATE locks

@@ -77,20 +77,6 @@ AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :fair = 0)
 RETURNING fence;
 
--- take_several: the rows it returns
-UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max((SELECT max(other.fence)
-FROM locks AS other INDEXED BY locks_pin
-WHERE other.lock_key IN (SELECT value FROM json_each(:keys))) + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key IN (SELECT value FROM json_each(:keys))
-AND (SELECT count(*)
-FROM locks AS other INDEXED BY locks_pin
-WHERE other.lock_key IN (SELECT value FROM json_each(:keys))
-AND other.kind = 0
-AND (other.owner IS NULL OR other.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
-AND (other.last_ticket = other.served_ticket OR :fair = 0)) = :number
-RETURNING fence;
-
 -- create: the rows it returns
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task, :kind, :reading)
@@ -173,14 +159,6 @@ AND owner = :owner
 AND fence = :fence
 RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
-
--- release_several: the rows it returns
-UPDATE locks INDEXED BY locks_pin
-SET owner = NULL, count = 0, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now')
-WHERE lock_key IN (SELECT value FROM json_each(:keys))
-AND owner = :owner
-AND fence = :fence
-RETURNING lock_key, CASE WHEN last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- leave: the rows it returns
 UPDATE locks INDEXED BY locks_pin
