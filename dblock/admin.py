@@ -41,17 +41,17 @@ from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
 from dblock.core.errors import LockError
-from dblock.core.lock import administration
 from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END
-from dblock.core.statements.administration import WORDS
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
+from dblock.operating import administration
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
+from dblock.operating.statements.administration import vocabulary
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, span
 from dblock.store import store_for
@@ -85,7 +85,7 @@ class _Seconds(Func):
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
         column, parameters = compiler.compile(self.get_source_expressions()[0])
-        sql: str = getattr(WORDS[connection.vendor], self.words)(column)
+        sql: str = getattr(vocabulary(connection.vendor), self.words)(column)
         return sql.replace("%", "%%"), parameters
 
 

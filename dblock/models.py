@@ -191,7 +191,7 @@ class Waiter(_Row):
 
 
 class LockEvent(_Row):
-    """Something that happened to a key, where a history is kept; see `dblock.core.observing.history`."""
+    """Something that happened to a key, where a history is kept; see `dblock.operating.history`."""
 
     id = models.BigAutoField(primary_key=True)
     lock_key = ExactCharField(_("key"), max_length=255)

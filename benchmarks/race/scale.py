@@ -21,10 +21,10 @@ from benchmarks.race.peers import Peer
 from benchmarks.race.processes import a_process, connections, size, tell, threads
 from benchmarks.race.servers import Counters, Place, Pooler
 from benchmarks.reaping import OLD
-from dblock.core.lock import administration
 from dblock.core.protocol import reaping, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
+from dblock.operating import administration
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import EngineStore, store_for
 from tests.support.servers import PostgreSQL, running

@@ -24,9 +24,6 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from dblock.core.errors import InvalidKey, LockError, LockStoreError
-from dblock.core.lock import administration
-from dblock.core.lock.administration import EventInfo, WaiterInfo
-from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
@@ -36,6 +33,9 @@ from dblock.core.validation import TEXT_LENGTH
 from dblock.core.values import SHARE
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
+from dblock.operating import administration
+from dblock.operating.administration import EventInfo, WaiterInfo
+from dblock.operating.pins import pinned
 from dblock.operating.timeline import told
 from dblock.operating.wording import hidden, named, pin_told, span
 from dblock.store import DjangoStore, store_for

@@ -13,9 +13,9 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext
 
-from dblock.core.lock.administration import EventInfo, truly_held
 from dblock.core.text import printable
 from dblock.core.values import Identity
+from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.wording import moment, named, said, span
 
 WIDTH: Final = 960

@@ -12,10 +12,10 @@ from django.utils import timezone
 from django.utils.formats import number_format
 from django.utils.translation import gettext, gettext_lazy, pgettext_lazy
 
-from dblock.core.lock import pins
 from dblock.core.pinned import Pin
 from dblock.core.text import printable
 from dblock.core.values import Identity
+from dblock.operating import pins
 from dblock.operating.commands.console import parts
 
 _UNITS: Final[dict[str, Any]] = {

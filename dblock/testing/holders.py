@@ -22,7 +22,6 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.holding.handover_record import HandoverRecord
-from dblock.core.lock.administration import force_release
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol import tenures
@@ -32,6 +31,7 @@ from dblock.core.protocol.store import Store
 from dblock.core.validation import valid_key, valid_text, valid_ttl
 from dblock.core.values import Grant, Seconds, Tenure
 from dblock.core.watchdog.renewals import Renewal
+from dblock.operating.administration import force_release
 
 TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""

@@ -25,9 +25,9 @@ from sqlalchemy import create_engine, make_url
 from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
 from dblock.core import runtime
-from dblock.core.lock.administration import Surveyed
 from dblock.core.text import printable
 from dblock.core.values import Identity, LockInfo
+from dblock.operating.administration import Surveyed
 from dblock.operating.commands import top as watching
 from dblock.operating.commands.console import span, table
 from dblock.operating.commands.context import Context

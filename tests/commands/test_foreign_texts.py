@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockLost
-from dblock.core.lock import administration
 from dblock.core.protocol.drive import drive
+from dblock.operating import administration
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import ready
 from tests.support.lab import LONG, ROOT, until

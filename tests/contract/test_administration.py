@@ -11,11 +11,11 @@ import pytest
 
 from dblock import LockLost, LockRevoked, observe
 from dblock.core.errors import Reason, StoreUnanswered
-from dblock.core.lock import administration
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity
+from dblock.operating import administration
 from tests.conftest import SELDOM, timed
 from tests.support.lab import remaining, until
 from tests.support.subjects import EVERY, Actor, Subject, twin

@@ -15,11 +15,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError
-from dblock.core.lock import administration
-from dblock.core.lock.administration import EventInfo
-from dblock.core.observing import history
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Sleep
+from dblock.operating import administration, history
+from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, ready, run, url
@@ -168,9 +167,9 @@ def test_what_is_noted_is_bounded(protocol: Subject, actor: Actor, monkeypatch: 
     with _nothing_written():
         for number in range(4):
             actor.within(protocol.lock(f"k{number}"))
-        watchdog = runtime.current.watchdog
-        assert watchdog.histories
-        [noted] = watchdog.histories._of.values()
+        histories = runtime.current.watchdog.histories
+        assert isinstance(histories, history.Histories)
+        [noted] = histories._of.values()
         assert len(noted._rows) == 4
         assert noted._noted == {"k0": 2, "k1": 2, "k2": 2, "k3": 2}
     assert [event.kind for event in written(protocol, 2, "k1")] == ["acquired", "released"]

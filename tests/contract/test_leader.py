@@ -23,11 +23,11 @@ from dblock.core.errors import (
     Reason,
     SynchronousOnlyOperation,
 )
-from dblock.core.lock import administration
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
+from dblock.operating import administration
 from tests.conftest import ALIASES, timed
 from tests.contract.test_queue import waiters
 from tests.support.lab import remaining, until

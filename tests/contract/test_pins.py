@@ -15,14 +15,14 @@ from sqlalchemy.pool import NullPool
 
 from dblock.core import timing
 from dblock.core.errors import LockTimeout
-from dblock.core.lock import administration, pins
-from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
-from dblock.core.protocol.administering import ask
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Parameters, Rows, Steps
+from dblock.operating import administration, pins
+from dblock.operating.administering import ask
 from dblock.operating.commands.console import lock_json
+from dblock.operating.pins import pinned
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, observer, run, timed, url

@@ -24,7 +24,6 @@ import sqlalchemy_dblock
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
-from dblock.core.lock import administration
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
@@ -35,6 +34,7 @@ from dblock.majority.held import Held
 from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
+from dblock.operating import administration
 from tests.conftest import ready, run
 from tests.support.lab import close_django, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority

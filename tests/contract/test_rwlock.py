@@ -26,10 +26,10 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from dblock.core.lock import administration
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Steps, sleep
 from dblock.core.values import Grant, Tenure
+from dblock.operating import administration
 from tests.conftest import ALIASES, INNODB, SERVERS, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters

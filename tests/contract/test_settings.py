@@ -42,11 +42,11 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import NullPool
 
 from dblock.core.errors import LockStoreError
-from dblock.core.lock import administration
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Statement
+from dblock.operating import administration
 from tests.conftest import POOLER, ready, timed, url
 from tests.contract.test_queue import WAITERS
 from tests.statements.cases import REQUEST, Case, Record

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockStoreError
-from dblock.core.observing import history
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.history import Histories, History
 from dblock.core.observing.observers import Observers
 from dblock.core.protocol.steps import Sleep
+from dblock.operating import history
+from dblock.operating.history import Histories, History
 
 WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p"}
 

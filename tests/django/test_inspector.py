@@ -21,14 +21,13 @@ from django.utils import timezone
 from dblock import LockLost, LockStoreError, db_lock, db_rwlock, db_semaphore
 from dblock.admin import MANY, STATES
 from dblock.core import runtime
-from dblock.core.lock import administration
-from dblock.core.lock.administration import EventInfo, truly_held
 from dblock.core.protocol.drive import drive
 from dblock.core.share_keys import end_key
 from dblock.core.values import SHARE, Identity
 from dblock.majority.statements import SERVER
 from dblock.models import Lock, LockEvent, Waiter
-from dblock.operating import inspector
+from dblock.operating import administration, inspector
+from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.inspector import QUEUED
 from dblock.operating.timeline import timeline, told
 from dblock.store import store_for

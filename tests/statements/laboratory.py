@@ -21,8 +21,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.administration import Administration, administration
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, on_server, perform
+from dblock.operating.statements.administration import Administration, administration
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0

@@ -42,9 +42,9 @@ from sqlalchemy.pool import NullPool
 
 from dblock.core import clock
 from dblock.core.errors import LockError
-from dblock.core.lock.administration import force_release
 from dblock.core.protocol.drive import drive
 from dblock.core.values import SHARE
+from dblock.operating.administration import force_release
 from sqlalchemy_dblock import create_tables, db_lock, reap
 from tests.conftest import INNODB, url
 from tests.support.clusters import Arbitrator

@@ -1,1 +1,1 @@
-"""What others are told of the locks of this process: `events`, who hears of them (`observers`), and the `history`."""
+"""What others are told of the locks of this process: `events`, and who hears of them (`observers`)."""

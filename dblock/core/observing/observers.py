@@ -11,9 +11,9 @@ that it does not know of. Events of the watchdog are delivered in another thread
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
@@ -21,7 +21,6 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
 from dblock.core.log import deliver, warn
 from dblock.core.observing.events import PROBES, Event, How, Kind
-from dblock.core.observing.history import Histories
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -31,6 +30,33 @@ from dblock.core.values import LockInfo
 T = TypeVar("T")
 Undo = Callable[[Any, Hold, Entry], Steps[None]]
 """Leaves an entry of a lock object's hold again."""
+
+
+class Histories(Protocol):
+    """Writes down the events of this process, for the stores that keep a history."""
+
+    def note(self, store: Store, event: Event, who: Mapping[str, Any], /) -> None:
+        """Add an event of the flow `who`; it is written later."""
+        ...
+
+    def begin(self, *, ripe: float = 0.0) -> Iterator[tuple[Store, Any, Steps[None]]]:
+        """The writes that are due: store, event loop (None: one of its own), and steps.
+
+        `ripe`: minimum age in seconds of the oldest event of a write.
+        """
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is to be written, or being written."""
+        ...
+
+
+make_histories: Callable[[], Histories] | None = None
+"""Makes the `Histories` of this process, for its first event that is to be written, and so anew after a fork.
+
+`dblock.operating.history` sets it when it is imported. Until then no event is written.
+"""
 
 
 def observe(callback: Callable[[Event], object], *kinds: str) -> Callable[[], None]:
@@ -121,9 +147,11 @@ class Observers:
                     warn("an observer of locks failed: %r", error, exc_info=True)
 
     def _note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
+        if make_histories is None:
+            return
         watchdog = runtime.current.watchdog
         if watchdog.histories is None:
-            watchdog.histories = Histories()
+            watchdog.histories = make_histories()
         watchdog.histories.note(store, event, who)
         watchdog.wake_some_time()
 

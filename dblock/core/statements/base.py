@@ -323,6 +323,9 @@ _COMMENT: Final = re.compile(r"/\*(M!|!80017)?(.*?)\*/", re.DOTALL)
 
 NAMES_OF_SERVERS: Final = {True: "CONCAT_WS(' ', @@server_id, @@hostname, @@port)", False: "@@server_uuid"}
 """What names a server of MariaDB, and of MySQL."""
+EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
+"""MySQL's and MariaDB's character set and collation of text in JSON; without them MariaDB reads it in the database's
+own character set."""
 CLUSTER: Final = "'cluster'"
 """What names every node of a cluster whose commits are certified, so that no node lacks one."""
 

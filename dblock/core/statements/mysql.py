@@ -39,7 +39,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from dblock.core.statements.base import NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import (
     REVOKED,
     STEP,
@@ -57,8 +57,6 @@ COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"
 _LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
     STRAIGHT_JOIN"""
 """The key's row, locked without waiting."""
-EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
-"""Character set and collation of text in JSON; without them MariaDB reads it in the database's own character set."""
 
 
 class MySQL(Vocabulary):

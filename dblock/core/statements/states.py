@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dblock.core.statements import mysql, postgresql, sqlite
-from dblock.core.statements.base import Reply, Statement
+from dblock.core.statements.base import EXACT, Reply, Statement
 from dblock.core.statements.vocabulary import Vocabulary
 
 
@@ -51,7 +51,7 @@ STATES: Final = {
     "postgresql": _states(postgresql.SQL, key=postgresql.SQL.text.format(255), text="text", if_there=_CONFLICT),
     "mysql": _states(
         mysql.SQL,
-        key=f"varchar(255) {mysql.EXACT}",
+        key=f"varchar(255) {EXACT}",
         text="longtext CHARACTER SET utf8mb4",
         if_there="ON DUPLICATE KEY UPDATE",
     ),

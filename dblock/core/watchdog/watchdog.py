@@ -45,8 +45,7 @@ from dblock.core.worker import Worker, start
 if TYPE_CHECKING:
     import asyncio
 
-    from dblock.core.observing.history import Histories
-    from dblock.core.observing.observers import Observers
+    from dblock.core.observing.observers import Histories, Observers
     from dblock.core.watchdog.renewals import Renewal, Renewer
 
 

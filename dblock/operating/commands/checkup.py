@@ -16,14 +16,14 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.lock import administration
 from dblock.core.observing.events import DOCTOR
-from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
+from dblock.operating import administration
 from dblock.operating.commands.console import pins_of, span
 from dblock.operating.commands.context import Context
+from dblock.operating.statements.administration import vocabulary
 
 
 class Level(StrEnum):
@@ -64,7 +64,7 @@ class Checkup:
         self.context = context
         self.dialect = context.store.database.dialect
         self.kind = self.dialect.name
-        self.words = WORDS[self.kind]
+        self.words = vocabulary(self.kind)
 
     def findings(self) -> Iterator[Finding]:
         """Of all checks that concern this kind of database; only the first of them where no lock can be taken there."""

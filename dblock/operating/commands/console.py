@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo
 from dblock.core.pinned import Pinned
 from dblock.core.text import printable
 from dblock.core.values import Identity, KeyKind
+from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo
 
 
 def parts(seconds: float) -> list[tuple[str, str]]:

@@ -10,10 +10,7 @@ from typing import Any, TypeVar
 
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
-from dblock.core.lock import administration
-from dblock.core.lock.administration import PAGE, Surveyed
 from dblock.core.lock.locks import SyncLock
-from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
@@ -24,6 +21,9 @@ from dblock.core.protocol.store import Store
 from dblock.core.share_keys import row_key, valid_row_key
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.values import LockInfo
+from dblock.operating import administration
+from dblock.operating.administration import PAGE, Surveyed
+from dblock.operating.pins import pinned
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ import socket
 from argparse import Namespace
 from typing import Final
 
-from dblock.core.lock import administration
-from dblock.core.lock.administration import Surveyed
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, reaping
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import SHARE, LockInfo
+from dblock.operating import administration
+from dblock.operating.administration import Surveyed
 from dblock.operating.commands.console import (
     agreed,
     can_ask,

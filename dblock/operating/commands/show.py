@@ -15,10 +15,10 @@ from itertools import islice
 from typing import Any
 
 from dblock.core.errors import LockStoreError
-from dblock.core.lock import administration
-from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo, truly_held
 from dblock.core.text import printable
 from dblock.core.values import SHARE, KeyKind, LockInfo
+from dblock.operating import administration
+from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo, truly_held
 from dblock.operating.commands.console import (
     HEADER,
     complain,

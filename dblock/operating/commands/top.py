@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dblock.core.lock.administration import Surveyed
 from dblock.core.text import printable
+from dblock.operating.administration import Surveyed
 from dblock.operating.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
 from dblock.operating.commands.context import Context
 

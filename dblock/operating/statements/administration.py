@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, NamedTuple
+from importlib import import_module
+from typing import NamedTuple
 
-from dblock.core.statements import common, mysql, postgresql, sqlite
+from dblock.core.statements import common
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
 from dblock.core.statements.vocabulary import Vocabulary
@@ -127,11 +128,13 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
     )
 
 
-WORDS: Final[dict[str, Vocabulary]] = {"postgresql": postgresql.SQL, "mysql": mysql.SQL, "sqlite": sqlite.SQL}
-"""By the dialect's name."""
+def vocabulary(dialect: str) -> Vocabulary:
+    """The vocabulary of a database, by its dialect's name; whoever locks there has loaded its module."""
+    found: Vocabulary = import_module(f"dblock.core.statements.{dialect}").SQL
+    return found
 
 
 @cache
 def administration(dialect: str) -> Administration:
     """The administration's statements for a database, by its dialect's name."""
-    return _statements(WORDS[dialect])
+    return _statements(vocabulary(dialect))

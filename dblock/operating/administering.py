@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
-from dblock.core.statements.administration import administration
 from dblock.core.statements.base import Statement
+from dblock.operating.statements.administration import administration
 
 
 def ask(

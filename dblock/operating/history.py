@@ -4,6 +4,8 @@ An event costs its flow an entry in a list. About once a second the watchdog has
 and the oldest rows deleted, so that the table has a bounded number of rows. The list is bounded too, by key, so that a
 key that is taken a thousand times a second leaves room for others; the number of omitted events is written as well.
 
+Importing this module has the events written; the modules of each face that make the stores import it.
+
 Rule: no flow waits for it, and nothing is decided by it. Events that cannot be written are dropped, and so are those of
 the last second of a process that is killed. Events of one database are never written to another one that the store's
 name has led to since: a test runner drops its database, and resets the alias.
@@ -23,10 +25,11 @@ from weakref import WeakKeyDictionary, ref
 
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
+from dblock.core.observing import observers
 from dblock.core.observing.events import Event, Kind
-from dblock.core.protocol.administering import ask
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.operating.administering import ask
 
 OF_KEY: Final = 20
 """Most events of one key in one write."""
@@ -205,3 +208,6 @@ class Histories:
         """All histories; the references are listed in one step, since flows may add others meanwhile."""
         stores = [store for each in self._of.keyrefs() if (store := each()) is not None]
         return [(store, self._of[store]) for store in stores]
+
+
+observers.make_histories = Histories

@@ -9,11 +9,14 @@ none.
 
 from __future__ import annotations
 
-from typing import Final
+from functools import cache
+from typing import TYPE_CHECKING, Final, cast
 
-from dblock.core.statements.base import Reply, Statement
-from dblock.core.statements.mysql import EXACT
-from dblock.core.statements.postgresql import SQL as POSTGRESQL
+from dblock.core.statements.base import EXACT, Reply, Statement
+from dblock.operating.statements.administration import vocabulary
+
+if TYPE_CHECKING:
+    from dblock.core.statements.postgresql import PostgreSQL
 
 # Safe: reads only. A pin is found by the number of its advisory lock; a transaction that has locked or changed the row,
 # by the number that the row carries. (Rows that several transactions have locked carry a MultiXact number, by which
@@ -23,11 +26,15 @@ from dblock.core.statements.postgresql import SQL as POSTGRESQL
 # is found by its number. (By the functions behind the views pg_locks, pg_stat_activity and pg_prepared_xacts: planning
 # those takes a new session 20 ms.)
 _DATABASE: Final = "(SELECT oid FROM pg_database WHERE datname = current_database())"
-POSTGRESQL_PINNING: Final = Statement(
-    "pinning",
-    f"""
+
+
+@cache
+def postgresql_pinning() -> Statement:
+    """Which transactions pin the keys of the array `keys`."""
+    words = cast("PostgreSQL", vocabulary("postgresql"))
+    sql = f"""
 WITH due AS MATERIALIZED (
-    SELECT name, {POSTGRESQL.pin('name COLLATE "C"')} AS number
+    SELECT name, {words.pin('name COLLATE "C"')} AS number
     FROM json_array_elements_text(CAST(:keys AS json)) AS due (name)
 ), held AS MATERIALIZED (
     SELECT * FROM pg_lock_status() WHERE granted
@@ -37,16 +44,16 @@ WITH due AS MATERIALIZED (
     WHERE locktype = 'advisory' AND objsubid = 1 AND mode = 'ShareLock' AND database = {_DATABASE}
     UNION
     SELECT name, held.pid, virtualtransaction, true
-    FROM due JOIN locks ON {POSTGRESQL.looked_up("lock_key", "name")} JOIN held ON transactionid = locks.xmax
+    FROM due JOIN locks ON {words.looked_up("lock_key", "name")} JOIN held ON transactionid = locks.xmax
     WHERE mode = 'ExclusiveLock' AND virtualtransaction IN (
         SELECT virtualtransaction FROM held AS rows
         WHERE relation = CAST('locks' AS regclass) AND mode IN ('RowShareLock', 'RowExclusiveLock')
           AND database = {_DATABASE})
 )
 SELECT name, coalesce(pinning.pid, 0), coalesce(gid, ''),
-       {POSTGRESQL.since("coalesce(xact_start, prepared)")},
+       {words.since("coalesce(xact_start, prepared)")},
        coalesce(pg_get_userbyid(coalesce(usesysid, ownerid)), ''), coalesce(application_name, ''),
-       coalesce(host(client_addr), ''), coalesce(state, ''), {POSTGRESQL.since("state_change")}
+       coalesce(host(client_addr), ''), coalesce(state, ''), {words.since("state_change")}
 FROM pinning
 LEFT JOIN LATERAL pg_stat_get_activity(coalesce(pinning.pid, 0)) AS session ON true
 LEFT JOIN held AS own ON pinning.pid IS NULL AND own.pid IS NULL
@@ -54,11 +61,11 @@ LEFT JOIN held AS own ON pinning.pid IS NULL AND own.pid IS NULL
 LEFT JOIN pg_prepared_xact() AS twophase ON transaction = own.transactionid
 WHERE NOT is_row
    OR NOT starts_with(coalesce(application_name, ''), 'dblock: ')
-      AND coalesce(xact_start, prepared, '-infinity') < {POSTGRESQL.before("0.1")}
+      AND coalesce(xact_start, prepared, '-infinity') < {words.before("0.1")}
 ORDER BY name, coalesce(xact_start, prepared), pinning.pid
-""",
-    Reply.ROWS,
-)
+"""
+    return Statement("pinning", sql, Reply.ROWS)
+
 
 _KEYS: Final = f"JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$')) AS due"
 

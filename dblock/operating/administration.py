@@ -20,15 +20,16 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.shares import notify_door
 from dblock.core.errors import StoreUnanswered
-from dblock.core.lock.pins import pinned
+from dblock.core.observing.events import Event, Kind
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
-from dblock.core.protocol.administering import ask
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.share_keys import is_internal, valid_row_key
 from dblock.core.validation import valid_text
 from dblock.core.values import SHARE, Identity, LockInfo
+from dblock.operating.administering import ask
+from dblock.operating.pins import pinned
 
 PAGE = 1000
 """Most rows in the answer to one statement, and most keys of one survey."""
@@ -207,8 +208,6 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
     if ended:
         observers = runtime.current.watchdog.observers
         if observers is not None:
-            from dblock.core.observing.events import Event, Kind  # noqa: PLC0415 - where nobody observes, it is not loaded
-
             observers.tell(store, Event(Kind.FORCED, store.name, key=key, fence=fence, reason=words))
         site = runtime.current.site(store)
         if SHARE in key:

@@ -3,6 +3,9 @@
 A lease ends by itself, and an administrator can end a tenure. A pin ends only with its transaction, which may stay open
 as long as its process hangs. The database knows the session of that transaction.
 
+Importing this module has the error of a refused acquire name that transaction; the modules of each face that make the
+stores import it.
+
 Rule: this is queried for administration and for the error of a refused acquire; never on the way to a lock.
 """
 
@@ -10,14 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Final
 
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.lock import failures
 from dblock.core.pinned import Pin, Pinned
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Rows, Steps, sleep
-from dblock.core.statements import pins as statements
 from dblock.core.statements.base import Statement
+from dblock.operating.statements import pins as statements
 
 AGES: Final = "members of pg_monitor are shown since when, and what it does"
 PROCESS: Final = (
@@ -40,11 +45,11 @@ def pinned(
     and locked rows are read again after `settle` seconds (0: not at all; by default `Timing.settle`), since takes lock
     rows for a moment.
     """
-    if not keys or database.dialect.single_writer:
+    find = _FINDERS.get(database.dialect.name)
+    if not keys or find is None:
         return {}
     until = database.now() + database.timing.retry_budget if until is None else until
     settle = database.timing.settle if settle is None else settle
-    find = _on_postgresql if database.dialect.name == "postgresql" else _on_mysql
     return (yield from find(database, sorted(keys), until, settle))
 
 
@@ -57,7 +62,7 @@ def _ask(database: Database, statement: Statement, until: float, **parameters: s
 
 def _on_postgresql(database: Database, keys: list[str], until: float, _: float) -> Steps[dict[str, Pinned]]:
     found: dict[str, Pinned] = {}
-    rows = yield from _ask(database, statements.POSTGRESQL_PINNING, until, keys=json.dumps(keys))
+    rows = yield from _ask(database, statements.postgresql_pinning(), until, keys=json.dumps(keys))
     for key, process, prepared, *facts in rows:
         end = f"SELECT pg_terminate_backend({process})"
         if prepared:
@@ -135,3 +140,8 @@ def _pin(session: str, end: str, facts: list[Any], *, sure: bool = True) -> Pin:
 
 def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
+
+
+_FINDERS: Final = {"postgresql": _on_postgresql, "mysql": _on_mysql}
+"""By the dialect's name. On SQLite no transaction can pin a key: while one writes, no other one does."""
+failures.find_pins = partial(pinned, settle=0.0)

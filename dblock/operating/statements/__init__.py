@@ -1,0 +1,1 @@
+"""The SQL of the administration, of the history, and of the search for transactions that pin keys."""

@@ -1,0 +1,118 @@
+"""A process that only locks: its errors name who pins a key, and its events are written, without its asking for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from django.conf import settings
+
+from dblock.core.protocol.drive import drive
+from dblock.operating import administration
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import observer, ready, run, url
+from tests.support.hung import hung
+from tests.support.lab import ROOT
+
+DJANGO = """
+import os
+from django.conf import settings
+settings.configure(DATABASES={{"default": {default!r}}}, INSTALLED_APPS=["dblock"], DBLOCK={{"HISTORY": 100}})
+import django
+django.setup()
+from dblock import LockTimeout, db_lock as lock
+"""
+SQLALCHEMY = """
+import os
+from functools import partial
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import LockTimeout, db_lock
+lock = partial(db_lock, create_engine({url!r}, execution_options={{"dblock_history": 100}}))
+"""
+ASYNC_SQLALCHEMY = SQLALCHEMY.replace("create_engine", "create_async_engine").replace(
+    "from sqlalchemy import", "from sqlalchemy.ext.asyncio import"
+)
+SYNC_BODY = """
+with lock("free"):
+    pass
+# in between
+try:
+    with lock("pinned", timeout=0.1):
+        pass
+except LockTimeout as error:
+    print(error)
+"""
+ASYNC_BODY = """
+import asyncio
+async def main():
+    async with lock("free"):
+        pass
+    try:
+        async with lock("pinned", timeout=0.1):
+            pass
+    except LockTimeout as error:
+        print(error)
+asyncio.run(main())
+"""
+IN_MEMORY = """
+from dblock.testing import memory
+with memory(), lock("free"):
+    pass
+"""
+FORKED = """
+if os.fork():
+    os.wait()
+    raise SystemExit
+"""
+
+
+@pytest.mark.parametrize(
+    ("face", "between", "body"),
+    [
+        (DJANGO, "", SYNC_BODY),
+        (DJANGO, "", ASYNC_BODY),
+        (DJANGO, IN_MEMORY, SYNC_BODY),
+        (DJANGO, FORKED, SYNC_BODY),
+        (SQLALCHEMY, "", SYNC_BODY),
+        (ASYNC_SQLALCHEMY, "", ASYNC_BODY),
+        (SQLALCHEMY, IN_MEMORY, SYNC_BODY),
+        (SQLALCHEMY, FORKED, SYNC_BODY),
+    ],
+    ids=[
+        "django",
+        "django with await",
+        "django after locks in memory",
+        "django in a forked child",
+        "sqlalchemy",
+        "sqlalchemy with await",
+        "sqlalchemy after locks in memory",
+        "sqlalchemy in a forked child",
+    ],
+)
+def test_a_process_that_only_locks(request: pytest.FixtureRequest, face: str, between: str, body: str) -> None:
+    """It imports `db_lock` and nothing of `dblock.operating`."""
+    ready(request, "postgresql")
+    run("postgresql", "DELETE FROM lock_events")
+    address = url("postgresql", "asyncpg" if face == ASYNC_SQLALCHEMY else "")
+    begin = face.format(default=settings.DATABASES["postgresql"], url=address)
+    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    with hung("postgresql", "pinned") as (_, session):
+        done = subprocess.run(
+            [sys.executable, "-c", begin + body.replace("# in between", between)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert f"session {session} of" in done.stdout, done.stderr
+    store = store_for(observer("postgresql"))
+    events = drive(administration.all_events(store), store)
+    assert [(event.key, event.kind) for event in reversed(events)] == [
+        ("free", "acquired"),
+        ("free", "released"),
+        ("pinned", "gave_up"),
+    ]
