@@ -177,7 +177,7 @@ def _schema(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def ddl(kind: str, prefix: str = "", schema: str = "", *, states: bool = False) -> str:
     """The tables in plain SQL."""
-    from dblock.core.statements.states import STATES  # noqa: PLC0415 - all dialects at once
+    from dblock.celery.states import STATES  # noqa: PLC0415 - all dialects at once
 
     tables = valid_tables(prefix, schema)
     if kind not in DIALECTS:

@@ -5,7 +5,7 @@
        │                      └────┼── the database was away ────────────────────────┘ │
        └───────────────────────────┴── the lock is lost ───────────────────────────────┘
 
-When each entry was sent last is in the database, under the lock's fence (`dblock.core.protocol.states`). A beat that
+When each entry was sent last is in the database, under the lock's fence (`dblock.celery.states`). A beat that
 takes over enters that state; a beat that was active before can then write it no more. An entry is *claimed* there, then
 sent. So no clock decides who sends it: a beat that was frozen and has been deposed claims nothing any more, however
 much later it wakes up.
@@ -37,10 +37,10 @@ from celery.utils.log import get_logger
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
+from dblock.celery import states
 from dblock.celery.faces import face_for
 from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.log import one_line
-from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 
 if TYPE_CHECKING:

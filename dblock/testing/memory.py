@@ -51,7 +51,6 @@ from dblock.core.runtime import Runtime
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.statements.sqlite import SQL
-from dblock.core.statements.states import STATES
 from dblock.core.timing import Timing
 from dblock.core.wakeup.registry import Wakeup, Wakeups
 from dblock.core.watchdog.heartbeats import Heartbeat
@@ -94,7 +93,6 @@ class Tables:
         self.connection.create_function("dblock_now", 0, self._text)
         self.connection.create_function("dblock_micros", 0, self._number)
         _ = self.connection.executescript(DIALECT.ddl)
-        _ = self.connection.execute(STATES["sqlite"].make.sql)
         self._lent = PooledConnection(self.connection, joined=True)
 
     def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:

@@ -23,12 +23,11 @@ from kombu.exceptions import EncodeError, OperationalError
 from sqlalchemy import create_engine
 
 from dblock import observe
-from dblock.celery import PersistentScheduler
+from dblock.celery import PersistentScheduler, states
 from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
-from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ALIASES, DATABASES, ready, run, timed, url

@@ -27,8 +27,8 @@ from sqlalchemy import Engine, create_engine, inspect, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock import db_lock as db_lock_of_django
+from dblock.celery import states
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
-from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Statement, Tables

@@ -41,8 +41,8 @@ from pymysql.cursors import DictCursor, SSCursor
 from sqlalchemy import Engine, event
 from sqlalchemy.pool import NullPool
 
+from dblock.celery import states
 from dblock.core.errors import LockStoreError
-from dblock.core.protocol import states
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Statement

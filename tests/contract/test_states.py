@@ -12,8 +12,9 @@ import pymysql
 import pytest
 from sqlalchemy import create_engine, make_url
 
+from dblock.celery import states
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol import sending, states, steps
+from dblock.core.protocol import sending, steps
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from sqlalchemy_dblock import db_lock

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
+from dblock.celery.states import STATES
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Statement
-from dblock.core.statements.states import STATES
 from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
 from dblock.operating.statements.administration import vocabulary

@@ -20,11 +20,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import dblock.store
 from dblock import InvalidKey
+from dblock.celery.states import STATES
 from dblock.core.protocol.steps import Execute
 from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, on_server, rendered
-from dblock.core.statements.states import STATES
 from dblock.majority.statements import QUORUM
 from tests.conftest import ALIASES, INNODB, ready, run, url
 from tests.statements.laboratory import named, statements
