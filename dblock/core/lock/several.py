@@ -79,10 +79,15 @@ class BaseLocks:
 
     @property
     def fences(self) -> dict[str, int]:
-        """By key, the number of this flow's tenure. Raises LockNotHeld without one."""
-        found = {lock.key: lock.fence for lock in self._members}
-        if missing := [key for key, fence in found.items() if fence is None]:
-            raise LockNotHeld(f"{missing[0]!r} is not held by this thread or task", key=missing[0])
+        """By key, the number of this flow's tenure; of a key in two databases, the greater one.
+
+        Raises LockNotHeld without a tenure of each.
+        """
+        found: dict[str, int] = {}
+        for lock in self._members:
+            if lock.fence is None:
+                raise LockNotHeld(f"{lock.key!r} is not held by this thread or task", key=lock.key)
+            found[lock.key] = max(found.get(lock.key, 0), lock.fence)
         return found
 
     @property
