@@ -221,7 +221,7 @@ class Circles:
     def rows(self) -> list[tuple[Any, ...]]:
         """As `chain` answers them."""
         return [
-            (place, key, ticket, "host", 1, flow, holder * FLOW, "host", 1, holder, self.confirmed.get(place, ""))
+            (place, key, ticket, "host", 1, flow, holder * FLOW, self.confirmed.get(place, ""))
             for flow, key, ticket, holder in self.waits
             for place in [f"{flow * FLOW}{ticket}"]
         ]

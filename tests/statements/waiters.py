@@ -799,7 +799,7 @@ _BEAT: Final = (
 _FLOW: Final = "8" * FLOW
 """What the tokens of one flow begin with."""
 _NAME: Final = _FLOW + "1"
-_LINK: Final = ("me", "j", 11, "me host", 11, "me thread", _FLOW + "2", "old host", 1, "old thread", "circle of me")
+_LINK: Final = ("me", "j", 11, "me host", 11, "me thread", _FLOW + "2", "circle of me")
 """`me` waits for `j`, which that flow holds."""
 
 
@@ -840,19 +840,7 @@ _WAITS: Final = (
 _OTHER: Final = waiter(_NAME, 11)
 _LOWER: Final = "7" * FLOW
 _THIRD: Final = _LOWER + "1"
-_SECOND: Final = (
-    _NAME,
-    "k",
-    11,
-    _OTHER["host"],
-    11,
-    _OTHER["thread"],
-    "other",
-    "old host",
-    1,
-    "old thread",
-    _OTHER["circle"],
-)
+_SECOND: Final = (_NAME, "k", 11, _OTHER["host"], 11, _OTHER["thread"], "other", _OTHER["circle"])
 
 _CHAIN: Final = (
     _chain(

@@ -54,9 +54,6 @@ class Waits(NamedTuple):
     thread: str
     holder: str
     """The holder's owner token."""
-    holders_host: str
-    holders_pid: int
-    holders_thread: str
     circle: str
     """The digest of the circle that the waiter has confirmed; empty if none."""
 

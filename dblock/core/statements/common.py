@@ -506,8 +506,8 @@ WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynch
 
 
 _WAIT: Final = """waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
-       held.owner, held.host, held.pid, held.thread, waiter.circle"""
-_LINK: Final = "owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle"
+       held.owner, waiter.circle"""
+_LINK: Final = "owner, lock_key, ticket, host, pid, thread, holder, circle"
 FLOW: Final = MACHINE + 16
 """Number of leading digits of an owner token that name its flow (machine, process, number) and are no secret; the rest
 is secret. `Flows` makes them."""

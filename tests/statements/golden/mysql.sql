@@ -376,8 +376,8 @@ AND expires_at > UTC_TIMESTAMP(6)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND);
 
 -- chain: the rows it returns
-WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM lock_waiters AS waiter STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
 ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > UTC_TIMESTAMP(6)
 AND held.expires_at > UTC_TIMESTAMP(6)
@@ -386,7 +386,7 @@ AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0
 AND waiter.owner = :owner UNION
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM linked STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
 ON waiter.owner >= substr(linked.holder, 1, 24)
 AND waiter.owner < CONCAT(substr(linked.holder, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
 ON held.lock_key = waiter.lock_key
@@ -396,7 +396,7 @@ AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0 )
-SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+SELECT owner, lock_key, ticket, host, pid, thread, holder, circle FROM linked;
 
 -- confirm: one empty row for each row that it changed
 UPDATE lock_waiters FORCE INDEX (PRIMARY)

@@ -393,8 +393,8 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 RETURNING owner;
 
 -- chain: the rows it returns
-WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter JOIN locks AS held
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM lock_waiters AS waiter JOIN locks AS held
 ON held.lock_key = ANY (ARRAY[waiter.lock_key])
 WHERE waiter.expires_at > clock_timestamp()
 AND held.expires_at > clock_timestamp()
@@ -403,7 +403,7 @@ AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0
 AND waiter.owner = :owner UNION
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked, LATERAL (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM linked, LATERAL (
 SELECT * FROM lock_waiters
 WHERE owner >= substr(linked.holder, 1, 24)
 AND owner < substr(linked.holder, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
@@ -414,7 +414,7 @@ AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0 )
-SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+SELECT owner, lock_key, ticket, host, pid, thread, holder, circle FROM linked;
 
 -- confirm: one empty row for each row that it changed
 UPDATE lock_waiters

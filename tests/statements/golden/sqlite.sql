@@ -298,8 +298,8 @@ WHERE locks.lock_key = lock_waiters.lock_key)
 RETURNING owner;
 
 -- chain: the rows it returns
-WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter CROSS JOIN locks AS held INDEXED BY locks_pin
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM lock_waiters AS waiter CROSS JOIN locks AS held INDEXED BY locks_pin
 ON held.lock_key IN (SELECT waiter.lock_key)
 WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
@@ -308,7 +308,7 @@ AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0
 AND waiter.owner = :owner UNION
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, waiter.circle FROM linked CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
 ON waiter.owner >= substr(linked.holder, 1, 24)
 AND waiter.owner < substr(linked.holder, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
 ON held.lock_key IN (SELECT waiter.lock_key)
@@ -318,7 +318,7 @@ AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0 )
-SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+SELECT owner, lock_key, ticket, host, pid, thread, holder, circle FROM linked;
 
 -- confirm: one empty row for each row that it changed
 UPDATE lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
