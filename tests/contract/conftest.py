@@ -33,6 +33,7 @@ def axis(name: str, cells: Iterable[Subject], kind: str = "") -> Any:
 
 
 protocol = axis("protocol", PROTOCOL)
+sync_protocol = axis("sync_protocol", PROTOCOL, "sync")
 face = axis("face", FACES)
 sync_face = axis("sync_face", FACES, "sync")
 async_face = axis("async_face", FACES, "async")

@@ -106,9 +106,9 @@ def test_the_next_waiter_is_served(
     heir.call(later, "release")
 
 
-def test_only_the_tenure_that_was_named_ends(protocol: Subject, desk: Desk) -> None:
+def test_only_the_tenure_that_was_named_ends(sync_protocol: Subject, desk: Desk) -> None:
     """A successor never, nor another key's; nor is anything changed where nobody holds the key."""
-    first, second, other = protocol.lock("k"), protocol.lock("k"), protocol.lock("j")
+    first, second, other = sync_protocol.lock("k"), sync_protocol.lock("k"), sync_protocol.lock("j")
     with first, other:
         fence = first.fence
         assert not desk.force("j", fence)
@@ -128,28 +128,30 @@ def test_only_the_tenure_that_was_named_ends(protocol: Subject, desk: Desk) -> N
         assert desk.force("k", second.fence, "root: " + "ü" * 249)
 
 
-def test_what_nobody_is_in_any_more_can_be_freed_too(protocol: Subject, desk: Desk) -> None:
+def test_what_nobody_is_in_any_more_can_be_freed_too(sync_protocol: Subject, desk: Desk) -> None:
     """A lease that has ended, a token that nobody has used, the rest of `min_hold`."""
-    with protocol.lock("short", min_hold=60) as lock:
+    with sync_protocol.lock("short", min_hold=60) as lock:
         fence = lock.fence
-    assert protocol.row("short")["owner"] == ""
+    assert sync_protocol.row("short")["owner"] == ""
     assert desk.force("short", fence)
-    token = protocol.lock("token")
+    token = sync_protocol.lock("token")
     token.acquire()
     fence = token.fence
     token.detach()
     assert desk.force("token", fence)
-    assert protocol.lock("over", ttl=0.05, renew=False).acquire()
+    assert sync_protocol.lock("over", ttl=0.05, renew=False).acquire()
     [over] = [each.info for each in desk.survey() if each.info.key == "over"]
-    assert until(lambda: remaining(protocol, "over") < 0)
+    assert until(lambda: remaining(sync_protocol, "over") < 0)
     assert desk.force("over", over.fence)
     assert desk.survey() == []
     for key in ("short", "token"):
-        assert protocol.lock(key).acquire(timeout=0)
-        protocol.lock(key).release()
+        assert sync_protocol.lock(key).acquire(timeout=0)
+        sync_protocol.lock(key).release()
 
 
-def test_an_answer_that_is_lost_is_looked_up(protocol: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_lost_is_looked_up(
+    sync_protocol: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ended is ended; where it may not have been, the error is told."""
     execute = type(desk.store).execute
 
@@ -160,7 +162,7 @@ def test_an_answer_that_is_lost_is_looked_up(protocol: Subject, desk: Desk, monk
             execute(store, step)
         raise StoreUnanswered("cut")
 
-    with pytest.raises(LockLost, match="root: stuck"), protocol.lock("k", ttl=600) as lock:
+    with pytest.raises(LockLost, match="root: stuck"), sync_protocol.lock("k", ttl=600) as lock:
         monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=False)))
         with pytest.raises(StoreUnanswered):
             desk.force("k", lock.fence)
@@ -211,9 +213,9 @@ def test_the_holder_is_asked_and_keeps_it_until_it_releases(protocol: Subject, a
     holder.call(lock, "release")
 
 
-def test_without_a_callback_check_tells_it_after_the_next_renewal(protocol: Subject, desk: Desk) -> None:
+def test_without_a_callback_check_tells_it_after_the_next_renewal(sync_protocol: Subject, desk: Desk) -> None:
     """Beside other locks of the process, which are renewed by the same statement and are not asked."""
-    with protocol.lock("j", ttl=2) as other, protocol.lock("k", ttl=2) as lock:
+    with sync_protocol.lock("j", ttl=2) as other, sync_protocol.lock("k", ttl=2) as lock:
         assert desk.revoke("k", lock.fence)
         lock.check()
 
@@ -226,24 +228,24 @@ def test_without_a_callback_check_tells_it_after_the_next_renewal(protocol: Subj
 
         assert until(asked, 5)
         other.check()
-        before = [protocol.row(key)["expires_at"] for key in "jk"]
+        before = [sync_protocol.row(key)["expires_at"] for key in "jk"]
         assert until(
-            lambda: all(protocol.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5
+            lambda: all(sync_protocol.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5
         )
         assert other.revoked is None
         assert lock.state == "held"
 
 
-def test_only_a_tenure_that_lives_is_asked(protocol: Subject, desk: Desk) -> None:
+def test_only_a_tenure_that_lives_is_asked(sync_protocol: Subject, desk: Desk) -> None:
     """And a tenure that ended before its holder answered was not ended by the administrator that had asked."""
-    lock = protocol.lock("k", ttl=0.3, renew=False)
+    lock = sync_protocol.lock("k", ttl=0.3, renew=False)
     with pytest.raises(LockLost, match="the lease ended, and it was taken over by") as caught, lock:
         assert not desk.revoke("k", lock.fence - 1)
         assert not desk.revoke("j", lock.fence)
         assert desk.revoke("k", lock.fence)
-        assert until(lambda: remaining(protocol) < 0)
+        assert until(lambda: remaining(sync_protocol) < 0)
         assert not desk.revoke("k", lock.fence)
-        with beside(protocol).lock("k", ttl=60):
+        with beside(sync_protocol).lock("k", ttl=60):
             lock.verify()
     assert caught.value.reason is Reason.TAKEN_OVER
 
@@ -259,15 +261,15 @@ def test_on_revoke_needs_renewals(either: Subject) -> None:
 # -- seeing
 
 
-def test_all_keys_are_seen_a_page_at_a_time(protocol: Subject, desk: Desk) -> None:
+def test_all_keys_are_seen_a_page_at_a_time(sync_protocol: Subject, desk: Desk) -> None:
     """In the order of their code points; a tenure in `min_hold` counts as held; no owner token is shown."""
     keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
     for key in keys:
-        with protocol.lock(key):
+        with sync_protocol.lock(key):
             pass
-    with protocol.lock("b", label="mine"), protocol.lock("m", min_hold=5):
+    with sync_protocol.lock("b", label="mine"), sync_protocol.lock("m", min_hold=5):
         pass
-    with protocol.lock("b", label="mine") as lock:
+    with sync_protocol.lock("b", label="mine") as lock:
         assert [each.info.key for each in desk.survey()] == ["b", "m"]
         assert [each.info.key for each in desk.survey("b")] == ["m"]
         seen = desk.survey(free=True)

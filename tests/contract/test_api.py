@@ -33,22 +33,22 @@ def without_key(subject: Subject, **options: Any) -> Any:
 # -- options
 
 
-@pytest.mark.parametrize("timeout", [-1, -1.0, timedelta(seconds=-1), None])
-def test_minus_one_waits_for_ever(either: Subject, actor: Actor, other: Actor, timeout: Any) -> None:
+def test_minus_one_waits_for_ever(either: Subject, actor: Actor, other: Actor) -> None:
     """Said to `db_lock` as to `acquire`."""
     mine = either.lock("k")
-    actor.call(mine, "acquire")
-    lock = either.lock("k", timeout=timeout)
-    assert lock._timeout is None
-    waiting = other.start(getattr(lock, either.method("acquire")))
-    again = either.lock("k", timeout=0)
-    time.sleep(0.1)
-    assert not waiting.done()
-    actor.call(mine, "release")
-    assert waiting.result(30) is True
-    other.call(lock, "release")
-    assert other.call(again, "acquire", timeout=timeout) is True
-    other.call(again, "release")
+    for timeout in (-1, -1.0, timedelta(seconds=-1), None):
+        actor.call(mine, "acquire")
+        lock = either.lock("k", timeout=timeout)
+        assert lock._timeout is None
+        waiting = other.start(getattr(lock, either.method("acquire")))
+        again = either.lock("k", timeout=0)
+        time.sleep(0.1)
+        assert not waiting.done()
+        actor.call(mine, "release")
+        assert waiting.result(30) is True
+        other.call(lock, "release")
+        assert other.call(again, "acquire", timeout=timeout) is True
+        other.call(again, "release")
 
 
 def test_unknown_options_are_answered(face: Subject) -> None:

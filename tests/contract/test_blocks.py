@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
-from tests.support.lab import until
+from tests.support.lab import PROTOCOL, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -211,25 +211,27 @@ def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(sync_face: Su
 
 
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks:RuntimeWarning")
-def test_the_rest_of_a_min_hold_on_an_event_loop(protocol: Subject) -> None:
+@pytest.mark.parametrize("subject", PROTOCOL, indirect=True, ids=str)
+def test_the_rest_of_a_min_hold_on_an_event_loop(subject: Subject) -> None:
     """Is not waited for there either, by the flow whose transaction keeps the key."""
 
     async def reenter() -> None:
-        with Session(protocol.engine) as session:
+        with Session(subject.engine) as session:
             _ = session.connection()
-            with protocol.lock("k", session=session, min_hold=20):
+            with subject.lock("k", session=session, min_hold=20):
                 pass
             start = time.monotonic()
             with pytest.raises(SynchronousOnlyOperation):
-                protocol.lock("k", timeout=30).acquire()
+                subject.lock("k", timeout=30).acquire()
             assert time.monotonic() - start < 5
 
     asyncio.run(reenter())
 
 
-def test_a_synchronous_lock_on_an_event_loop(protocol: Subject, actor: Actor) -> None:
+@pytest.mark.parametrize("subject", PROTOCOL, indirect=True, ids=str)
+def test_a_synchronous_lock_on_an_event_loop(subject: Subject, actor: Actor) -> None:
     """A free one is taken, with a warning; for one that is held nobody waits, since all tasks would have to."""
-    lock = protocol.lock("k", timeout=20)
+    lock = subject.lock("k", timeout=20)
 
     async def take() -> bool:
         with pytest.warns(RuntimeWarning, match="blocks the event loop.*AsyncEngine"), lock:
@@ -240,13 +242,13 @@ def test_a_synchronous_lock_on_an_event_loop(protocol: Subject, actor: Actor) ->
             lock.acquire()
 
     assert asyncio.run(take()) is True
-    actor.call(holder := protocol.lock("k"), "acquire")
+    actor.call(holder := subject.lock("k"), "acquire")
     start = time.monotonic()
     asyncio.run(wait())
     assert time.monotonic() - start < 5
-    assert protocol.run("SELECT * FROM lock_waiters") == []
+    assert subject.run("SELECT * FROM lock_waiters") == []
     actor.call(holder, "release")
-    assert protocol.row("k")["owner"] is None
+    assert subject.row("k")["owner"] is None
 
     async def hold_while_a_thread_waits() -> Future[Any]:
         with pytest.warns(RuntimeWarning):

@@ -48,9 +48,9 @@ def brief(events: list[Event], key: str = "k") -> list[tuple[str, ...]]:
     return [(str(event.kind), event.how or event.reason) for event in events if event.key == key]
 
 
-def test_a_lock_that_nobody_contends(everywhere: Subject, actor: Actor, told: list[Event]) -> None:
+def test_a_lock_that_nobody_contends(face: Subject, actor: Actor, told: list[Event]) -> None:
     """Taken at once, entered once more, left twice; with whose it is, its fence, its label and its database."""
-    lock = everywhere.lock("k", label="tea")
+    lock = face.lock("k", label="tea")
     fence = actor.within(lock, lambda: lock.fence)
     acquired, released = told
     assert (acquired.kind, acquired.how, acquired.depth, acquired.contended) == (Kind.ACQUIRED, "at_once", 1, False)
@@ -59,9 +59,7 @@ def test_a_lock_that_nobody_contends(everywhere: Subject, actor: Actor, told: li
     assert 0 < released.held < 5
     for event in told:
         assert (event.key, event.fence, event.label, event.sender) == ("k", fence, "tea", type(lock))
-        assert event.database == (
-            ALIASES[everywhere.database] if everywhere.variant == "django" else str(lock._store().name)
-        )
+        assert event.database == (ALIASES[face.database] if face.variant == "django" else str(lock._store().name))
     assert "@" not in acquired.database
     told.clear()
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
@@ -256,16 +254,14 @@ def test_an_interrupt_while_others_are_told(either: Subject, actor: Actor) -> No
         assert [event.kind for event in told] == [Kind.ACQUIRED, Kind.RELEASED]
 
 
-def test_a_wait_that_is_broken_off(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+def test_a_wait_that_is_broken_off(async_face: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """The attempt has ended, and what with."""
-    if either.face == "sync":
-        pytest.skip("threads are not cancelled")
-    assert actor.call(either.lock("k"), "acquire")
+    assert actor.call(async_face.lock("k"), "acquire")
 
     async def cancelled() -> None:
         import asyncio
 
-        task = asyncio.ensure_future(getattr(either.lock("k", timeout=20), either.method("acquire"))())
+        task = asyncio.ensure_future(getattr(async_face.lock("k", timeout=20), async_face.method("acquire"))())
         assert await asyncio.to_thread(until, lambda: any(event.kind is Kind.CONTENDED for event in told), 10)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -273,7 +269,7 @@ def test_a_wait_that_is_broken_off(either: Subject, actor: Actor, other: Actor, 
 
     other.do(cancelled)
     assert brief(told)[1:] == [("contended", ""), ("gave_up", "CancelledError")]
-    actor.call(either.lock("k"), "release")
+    actor.call(async_face.lock("k"), "release")
 
 
 def test_it_is_for_functions_and_kinds() -> None:

@@ -42,6 +42,13 @@ def protocol(protocol: Subject) -> Iterator[Subject]:
         yield own
 
 
+@pytest.fixture
+def sync_protocol(sync_protocol: Subject) -> Iterator[Subject]:
+    """With a history."""
+    with kept(sync_protocol, 1000) as own:
+        yield own
+
+
 class kept:  # noqa: N801 - reads as a word
     """A subject whose history is kept while the block lasts."""
 
@@ -115,15 +122,15 @@ def test_what_became_of_a_lock(face: Subject, actor: Actor, other: Actor, actors
     assert 0 <= left.age <= gave_up.age <= took.age <= time.monotonic() - began + 0.01
 
 
-def test_what_went_wrong_with_it(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = protocol.lock("k", ttl=3)
+    lost = sync_protocol.lock("k", ttl=3)
     actor.call(lost, "acquire")
-    expire(protocol)
+    expire(sync_protocol)
     store = lost._store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"), store)
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
-    acquired, *more = written(protocol, 3)
+    acquired, *more = written(sync_protocol, 3)
     assert sorted(event.kind for event in more) == ["forced", "lost"]
     for event in more:
         assert event.fence == acquired.fence
@@ -203,7 +210,7 @@ class _nothing_written:  # noqa: N801 - reads as a word
         history.Histories.begin = self.begin  # type: ignore[method-assign]
 
 
-def test_a_process_that_ends_at_once(protocol: Subject) -> None:
+def test_a_process_that_ends_at_once(sync_protocol: Subject) -> None:
     """What has happened in it is written before."""
     given = "DBLOCK={'HISTORY': 100}"
     body = f"""
@@ -215,8 +222,8 @@ with subject.lock("k"):
     pass
 subject.lock("k").acquire()
 """
-    process(protocol, body)
-    assert [event.kind for event in written(protocol, 3)] == ["acquired", "released", "acquired"]
+    process(sync_protocol, body)
+    assert [event.kind for event in written(sync_protocol, 3)] == ["acquired", "released", "acquired"]
 
 
 def test_it_keeps_no_lock_from_working(
@@ -313,13 +320,11 @@ if child:
         assert labels == ["child"] * 2 + ["parent"] * 4
 
 
-@pytest.mark.parametrize(
-    ("most", "error"), [(-1, ValueError), (10**8, ValueError), (True, TypeError), ("1", TypeError)]
-)
-def test_what_is_no_number_of_events(most: Any, error: type[Exception]) -> None:
+def test_what_is_no_number_of_events() -> None:
     """Is said where the engine is first used."""
-    with pytest.raises(error, match="dblock_history"):
-        store_for(create_engine("sqlite://", execution_options={"dblock_history": most}))
+    for most, error in ((-1, ValueError), (10**8, ValueError), (True, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match="dblock_history"):
+            store_for(create_engine("sqlite://", execution_options={"dblock_history": most}))
 
 
 def test_where_no_history_is_kept_nothing_is_noted(request: pytest.FixtureRequest) -> None:

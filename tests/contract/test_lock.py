@@ -15,6 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB, timed
+from tests.support.lab import PROTOCOL
 from tests.support.subjects import Actor, Subject
 
 
@@ -219,12 +220,12 @@ def test_extend_sets_and_never_adds(everywhere: Subject, actor: Actor) -> None:
     actor.call(lock, "release")
 
 
-def test_verify_believes_the_database(driver: Subject, actor: Actor) -> None:
+def test_verify_believes_the_database(protocol: Subject, actor: Actor) -> None:
     """A row that somebody removed or took is a lost lock, whatever the local clock says."""
-    lock = driver.lock("k")
+    lock = protocol.lock("k")
     actor.call(lock, "acquire")
     actor.do(lock.check)
-    driver.run("DELETE FROM locks")
+    protocol.run("DELETE FROM locks")
     actor.do(lock.check)  # no I/O: it cannot know
     with pytest.raises(LockLost):
         actor.call(lock, "verify")
@@ -314,23 +315,23 @@ EXACT = (
 )
 
 
-def test_keys_are_compared_code_point_by_code_point(driver: Subject, actor: Actor, other: Actor) -> None:
+def test_keys_are_compared_code_point_by_code_point(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Case, accents, trailing blanks and normal form all count."""
     for one, two in EXACT:
-        first, second = driver.lock(one), driver.lock(two)
+        first, second = protocol.lock(one), protocol.lock(two)
         actor.call(first, "acquire")
         assert other.call(second, "acquire", blocking=False) is True, (one, two)
-        assert other.call(driver.lock(one), "acquire", blocking=False) is False
+        assert other.call(protocol.lock(one), "acquire", blocking=False) is False
         actor.call(first, "release")
         other.call(second, "release")
 
 
-def test_any_text_is_a_key(protocol: Subject, actor: Actor) -> None:
+def test_any_text_is_a_key(driver: Subject, actor: Actor) -> None:
     """Up to 255 characters, whatever they mean elsewhere."""
     for key in ("'", '"', "%s %(key)s {}", ":key", "\\", "x" * 255, "🔒" * 255, "\n", "--", "; DROP"):
-        lock = protocol.lock(key)
+        lock = driver.lock(key)
         actor.call(lock, "acquire")
-        assert protocol.row(key)["owner"] == actor.get(lock, "owner")
+        assert driver.row(key)["owner"] == actor.get(lock, "owner")
         actor.call(lock, "release")
 
 
@@ -480,18 +481,18 @@ def test_a_decorator_refuses_what_it_cannot_guard(face: Subject) -> None:
         lock(aother_name if face.face == "async" else other_name)
 
 
-def test_reaping_removes_what_nobody_holds(everywhere: Subject, actor: Actor) -> None:
+def test_reaping_removes_what_nobody_holds(protocol: Subject, actor: Actor) -> None:
     """Free and expired rows older than the retention, and nothing else."""
     for key, ttl in (("free", 30), ("expired", 0.05), ("held", 30)):
-        actor.call(everywhere.lock(key, ttl=ttl, renew=False), "acquire")
-    actor.call(everywhere.lock("free"), "release")
+        actor.call(protocol.lock(key, ttl=ttl, renew=False), "acquire")
+    actor.call(protocol.lock("free"), "release")
     time.sleep(0.1)
-    assert actor.do(lambda: everywhere.reap(3600.0)) == 0
-    assert actor.do(lambda: everywhere.reap(0.0)) == 2
-    assert everywhere.run("SELECT lock_key FROM locks") == [("held",)]
+    assert actor.do(lambda: protocol.reap(3600.0)) == 0
+    assert actor.do(lambda: protocol.reap(0.0)) == 2
+    assert protocol.run("SELECT lock_key FROM locks") == [("held",)]
     with pytest.raises(ValueError, match="retention"):
-        actor.do(lambda: everywhere.reap(-1.0))
-    actor.call(everywhere.lock("held"), "release")
+        actor.do(lambda: protocol.reap(-1.0))
+    actor.call(protocol.lock("held"), "release")
 
 
 def test_inspect_tells_who_and_how_long(everywhere: Subject, actor: Actor) -> None:
@@ -592,21 +593,20 @@ def vars_of(info: Any) -> str:
     return str(astuple(info))
 
 
-def test_a_missing_index_is_named(protocol: Subject, actor: Actor) -> None:
+@pytest.mark.parametrize("subject", [each for each in PROTOCOL if each.database in INNODB], indirect=True, ids=str)
+def test_a_missing_index_is_named(subject: Subject, actor: Actor) -> None:
     """Where statements name it, the error says how to make it."""
-    if protocol.database not in INNODB:
-        pytest.skip("no statement names an index")
-    lock = protocol.lock("k", timeout=5)
+    lock = subject.lock("k", timeout=5)
     actor.call(lock, "acquire")
     actor.call(lock, "release")
-    protocol.run("ALTER TABLE locks DROP INDEX locks_pin")
+    subject.run("ALTER TABLE locks DROP INDEX locks_pin")
     make = "CREATE UNIQUE INDEX locks_pin ON locks (lock_key)"
     try:
         with pytest.raises(LockStoreError, match=re.escape(make)) as caught:
             actor.call(lock, "acquire")
         assert caught.value.__cause__ is not None
     finally:
-        protocol.run(make)
+        subject.run(make)
     assert actor.call(lock, "acquire")
     actor.call(lock, "release")
 

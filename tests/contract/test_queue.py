@@ -235,17 +235,17 @@ def test_an_heir_begins_on_the_lease_of_its_place(
 
 
 def test_an_heir_that_is_notified_needs_no_statement(
-    driver: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
-    if POOLER or not (driver.database == "postgresql" and driver.lock("k")._store().renewable):
+    if POOLER or not (face.database == "postgresql" and face.lock("k")._store().renewable):
         pytest.skip("nobody notifies it")
     timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
-    sent = listen_in(driver, monkeypatch)
+    sent = listen_in(face, monkeypatch)
     for _ in range(5):
-        holder = driver.lock("k")
+        holder = face.lock("k")
         actor.call(holder, "acquire")
-        lock, waiting = wait_for(driver, other, ttl=20)
+        lock, waiting = wait_for(face, other, ttl=20)
         sent.clear()
         actor.call(holder, "release")
         assert waiting.result(30) is True

@@ -54,6 +54,7 @@ class Place(NamedTuple):
         return majority(self.variant, self.face, key, **{"ttl": 10, "answer": 2, **options})
 
 
+WAITS = (0.0, 0.002, 0.005, 0.02, 0.1, 0.4)
 each_face = pytest.mark.parametrize("place", FACES, indirect=True, ids="-".join)
 
 
@@ -656,11 +657,10 @@ def test_an_answer_is_noted_before_it_is_used(place: Place, monkeypatch: pytest.
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("place", [FACES[0]], indirect=True, ids="-".join)
 def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float) -> None:
     """Whatever it has asked for so far; also in the queue."""
-    if place.face == "async":
-        pytest.skip("tasks are cancelled instead")
     [_, other] = place.actors
     busy, lock = place.lock(), place.lock()
     if wait > 0.05:
@@ -692,11 +692,10 @@ def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float
     assert other.within(busy, holders) == list(THREE)
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("place", [FACES[3]], indirect=True, ids="-".join)
 def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, wait: float) -> None:
     """Whatever it has asked for so far; also in the queue."""
-    if place.face == "sync":
-        pytest.skip("tasks are cancelled")
     [actor, other] = place.actors
     busy, lock = place.lock(), place.lock()
     if wait > 0.05:

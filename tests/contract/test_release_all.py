@@ -28,30 +28,30 @@ def release_all(subject: Subject) -> Any:
 
 
 def test_it_gives_back_what_any_flow_holds(
-    everywhere: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
+    face: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Entered twice, with `min_hold`, by another flow: the count, the rows, and what their flows are told."""
     mine, theirs, end = actors(3)
     told: list[Reason] = []
     twice, other = (
-        everywhere.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)),
-        everywhere.lock("other"),
+        face.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)),
+        face.lock("other"),
     )
     assert [mine.call(twice, "acquire") for _ in range(2)] == [True, True]
     assert theirs.call(other, "acquire")
-    assert mine.call(everywhere.lock("short", min_hold=0.05), "acquire")
-    assert end.do(lambda: release_all(everywhere)) == 3
-    assert end.do(lambda: release_all(everywhere)) == 0
-    assert everywhere.row("twice")["owner"] is None
-    assert everywhere.row("other")["owner"] is None
+    assert mine.call(face.lock("short", min_hold=0.05), "acquire")
+    assert end.do(lambda: release_all(face)) == 3
+    assert end.do(lambda: release_all(face)) == 0
+    assert face.row("twice")["owner"] is None
+    assert face.row("other")["owner"] is None
     assert (mine.get(twice, "state"), theirs.get(other, "state"), mine.get(twice, "remaining")) == ("lost", "lost", 0)
     for actor, lock in ((mine, twice), (theirs, other)):
         with pytest.raises(LockLost, match="given all its locks back") as caught:
             actor.call(lock, "release")
         assert caught.value.reason is Reason.RELEASED
     assert until(lambda: told == [Reason.RELEASED], 5)
-    assert theirs.call(everywhere.lock("twice"), "acquire"), "and it can be taken again"
-    theirs.call(everywhere.lock("twice"), "release")
+    assert theirs.call(face.lock("twice"), "acquire"), "and it can be taken again"
+    theirs.call(face.lock("twice"), "release")
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 

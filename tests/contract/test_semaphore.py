@@ -293,15 +293,13 @@ def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
         actor.within(sem)
 
 
-def test_who_is_interrupted_leaves_nothing(either: Subject, actor: Actor, other: Actor) -> None:
+def test_who_is_interrupted_leaves_nothing(async_face: Subject, actor: Actor, other: Actor) -> None:
     """A waiter that is cancelled has no permit, nor any of those that it has gathered."""
-    if either.face == "sync":
-        pytest.skip("a thread is not cancelled")
-    sem, holder = semaphore(either, 3, timeout=30), semaphore(either, 3)
+    sem, holder = semaphore(async_face, 3, timeout=30), semaphore(async_face, 3)
     assert other.call(holder, "acquire")
 
     async def work() -> str:
-        task = asyncio.create_task(getattr(sem, either.method("acquire"))(n=3))
+        task = asyncio.create_task(getattr(sem, async_face.method("acquire"))(n=3))
         await asyncio.sleep(0.3)
         task.cancel()
         try:
@@ -312,8 +310,8 @@ def test_who_is_interrupted_leaves_nothing(either: Subject, actor: Actor, other:
 
     assert actor.do(work) == "cancelled"
     assert sem.held == []
-    assert until(lambda: len(in_use(either)) == 1)
-    assert actor.call(semaphore(either, 3), "acquire", n=2) is True
+    assert until(lambda: len(in_use(async_face)) == 1)
+    assert actor.call(semaphore(async_face, 3), "acquire", n=2) is True
 
 
 def test_an_interrupt_once_they_are_held_leaves_nothing(

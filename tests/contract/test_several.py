@@ -267,16 +267,14 @@ def test_a_lock_that_is_lost_meanwhile(either: Subject, actor: Actor, other: Act
     other.call(busy, "release")
 
 
-def test_a_cancellation_stays_one(either: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancellation_stays_one(async_face: Subject, actor: Actor, other: Actor) -> None:
     """Though what was taken cannot be released in order any more."""
-    if either.face == "sync":
-        pytest.skip("a thread is not cancelled")
-    busy = either.lock("b")
+    busy = async_face.lock("b")
     assert other.call(busy, "acquire")
 
     async def main() -> None:
-        locks = several(either, "a", "b", ttl=0.5, renew=False, timeout=20)
-        task = asyncio.ensure_future(getattr(locks, either.method("acquire"))())
+        locks = several(async_face, "a", "b", ttl=0.5, renew=False, timeout=20)
+        task = asyncio.ensure_future(getattr(locks, async_face.method("acquire"))())
         await asyncio.sleep(1.0)
         _ = task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -284,7 +282,7 @@ def test_a_cancellation_stays_one(either: Subject, actor: Actor, other: Actor) -
 
     actor.do(main)
     other.call(busy, "release")
-    assert until(lambda: waiters(either) == 0)
+    assert until(lambda: waiters(async_face) == 0)
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)

@@ -21,7 +21,7 @@ from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, run, url
 from tests.support.subjects import Subject
 
-pytestmark = pytest.mark.usefixtures("protocol")
+pytestmark = pytest.mark.usefixtures("sync_protocol")
 
 
 class States:
