@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,12 @@ async def of_a_generator(lock: Any) -> None:
 
 def test_a_cancelled_holder_releases(async_driver: Subject, actor: Actor) -> None:
     """At once, and not with the lease."""
-    ways = (block, twice, of_a_generator, partial(by_hand, async_driver))
+    ways: Sequence[Callable[[Any], Coroutine[Any, Any, None]]] = (
+        block,
+        twice,
+        of_a_generator,
+        partial(by_hand, async_driver),
+    )
     for number, (work, min_hold) in enumerate(itertools.product(ways, (0, 0, 0, 0.02, 0.02, 0.02))):
         lock = async_driver.lock(f"k{number}", ttl=60, min_hold=min_hold)
         actor.do(partial(storm, work(lock), partial(is_held, async_driver), 0.05))

@@ -15,7 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB, timed
-from tests.support.lab import PROTOCOL
+from tests.support.lab import FACES, PROTOCOL
 from tests.support.subjects import Actor, Subject
 
 
@@ -622,14 +622,13 @@ SHORT, BUSY = 0.8, 1.6
 
 @pytest.mark.exact
 @pytest.mark.direct
+@pytest.mark.parametrize("subject", FACES, indirect=True, ids=str)
 def test_a_first_try_on_a_busy_machine(
-    face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try that has to open the first connection of its process has an answer, also if others have the key."""
-    if face.database == "sqlite":
-        pytest.skip("a file is opened at once")
     timed(monkeypatch, single_try=SHORT)
-    lock = face.lock("k")
+    lock = subject.lock("k")
     store = lock._store()
     open_at_once = store._source.open
 
