@@ -189,6 +189,16 @@ def test_a_majority_that_others_hold_is_waited_for(place: Place) -> None:
     assert holders() == []
 
 
+def test_a_slow_wait_is_logged_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """In whichever database it waits, and however often it tries."""
+    one, two = place.actors
+    lock = place.lock()
+    assert one.call(lock, "acquire") is True
+    assert two.call(place.lock(timeout=2, slow_wait=0.2), "acquire") is False
+    assert len([line for record in caplog.records if "has been waiting" in (line := record.getMessage())]) == 1
+    one.call(lock, "release")
+
+
 def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
     """While the others keep the lock: a majority that has worn down grows again."""
     [actor, _] = place.actors
