@@ -33,11 +33,12 @@ from dblock.celery.pace import Pace
 from dblock.celery.places import OWN, Carried, give_up, let_go
 from dblock.celery.results import skip_result, task_skipped
 from dblock.celery.spec import OnBusy, Scope, Spec
-from dblock.core.errors import LockNotHeld, LockStoreError, LockTimeout, Reason
+from dblock.core.errors import LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.identity import storable
 from dblock.core.log import warn
 
 if TYPE_CHECKING:
+    from dblock.core.holding.flow import Hold
     from dblock.core.lock.locks import SyncLock
 
 
@@ -127,8 +128,9 @@ class Attempt:
 class Interrupt:
     """Ends the body of a task whose lock is lost in the way of Celery's soft time limits, where the pool has that."""
 
-    def __init__(self, on_lost: Callable[[Any, Reason], object] | None) -> None:
-        self._on_lost, self._mutex, self._over = on_lost, threading.Lock(), False
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # a signal handler may find the lock lost
+        self._over = False
 
     @staticmethod
     def possible() -> bool:
@@ -136,14 +138,15 @@ class Interrupt:
         here = threading.current_thread() is threading.main_thread()
         return here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler
 
-    def __call__(self, lock: Any, reason: Reason) -> None:
-        """The lock is lost; what the body raises then becomes LockLost where it leaves the lock."""
+    def __call__(self, _: Hold) -> None:
+        """The lock is lost; what the body raises then becomes LockLost where it leaves the lock.
+
+        The watching thread calls this, which waits for nothing.
+        """
         with self._mutex:
             if not self._over:
                 self._over = True
                 os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
-        if self._on_lost is not None:
-            _ = self._on_lost(lock, reason)
 
     def end(self) -> None:
         """The body is over. A signal that was sent before is delivered before this returns."""
@@ -215,12 +218,13 @@ class _Inside:
 
 @contextmanager
 def _holding(run: Run, lock: SyncLock) -> Iterator[None]:
-    before, interrupt = _current.get(), Interrupt(lock.options.on_lost)
+    before, interrupt = _current.get(), Interrupt()
     try:
         _ = _current.set(run)
         run.lock = lock
         if run.spec.interrupt and interrupt.possible():
-            lock.options = lock.options._replace(on_lost=interrupt)
+            told: Any = lock
+            told._interrupt_body = interrupt
         yield
     finally:
         try:

@@ -11,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dblock.core.deliveries import deliveries
 from dblock.core.text import printable
-
-if TYPE_CHECKING:
-    from dblock.core.deliveries import Deliveries
 
 log = logging.getLogger("dblock")
 log.addHandler(logging.NullHandler())
@@ -40,19 +37,7 @@ def _log_later(level: int, message: str, args: tuple[object, ...], error: Any) -
     code = caller.f_code
     record = logging.LogRecord(log.name, level, code.co_filename, caller.f_lineno, message, args, error, code.co_name)
     context = copy_context()
-    deliver(lambda: context.run(_log, record, args))
-
-
-def deliver(call: Callable[[], object]) -> None:
-    """Call code of the application in another thread."""
-    from dblock.core.deliveries import deliveries  # noqa: PLC0415 - only where there is something to deliver
-
-    deliveries.put(call)
-
-
-def delivering() -> Deliveries | None:
-    """The queue of calls, if it has been needed so far."""
-    return getattr(sys.modules.get("dblock.core.deliveries"), "deliveries", None)
+    deliveries.put(lambda: context.run(_log, record, args))
 
 
 def _log(record: logging.LogRecord, args: tuple[object, ...]) -> None:

@@ -24,8 +24,8 @@ from dblock.core.acquire.site import Site
 from dblock.core.connections.connection import FD_LOCK
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool
+from dblock.core.deliveries import deliveries
 from dblock.core.holding.flow import Flow, Flows, Hold
-from dblock.core.log import delivering
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -238,15 +238,13 @@ def current_flow() -> Flow:
 def _after_fork_in_child() -> None:
     global current  # noqa: PLW0603 - a fork replaces it
     FD_LOCK.release()
-    if (deliveries := delivering()) is not None:
-        deliveries.forked()
+    deliveries.forked()
     current = current.forked()
 
 
 def _at_exit() -> None:
     current.watchdog.close()
-    if (deliveries := delivering()) is not None:
-        deliveries.close()
+    deliveries.close()
 
 
 _ = atexit.register(_at_exit)

@@ -72,8 +72,7 @@ class Timing(NamedTuple):
     linger: float = 2.0
     """A thread of the background, or a listener, lives on for so long without work."""
     patience: float = 2.0
-    """One part of the process waits for another for so long: a call of the application's code for the one before it,
-    and the end of the process for both the release of its locks and those calls."""
+    """The end of the process waits for so long for the release of its locks, and then for the application's code."""
 
     distance: float = 0.0
     """The round trip that these times are for, if the database is not near; measured, see `at`."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dblock.core import clock, runtime
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.log import deliver, warn
+from dblock.core.log import warn
 from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Steps
 from dblock.core.values import State
@@ -120,7 +121,7 @@ class Held:
         warn("lost the majority lock on %r (fence %d): %s", self.key, self.fence, self.why())
         self._cancel_body()
         for call in self.lock._who_hears_of_loss(self.loss):
-            deliver(call)
+            deliveries.put(call)
         self.tell(Kind.LOST, reason=self.loss)
 
     def why(self) -> str:
@@ -146,7 +147,7 @@ class Held:
         held = 0.0 if begins else clock.now() - self.began
         event = self.lock._event(kind, self.fence)._replace(**{"depth": self.entries, "held": held, **known})
         if kind is Kind.LOST:
-            deliver(functools.partial(observers.call, event))
+            deliveries.put(functools.partial(observers.call, event))
         else:
             observers.call(event)
 

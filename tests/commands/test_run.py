@@ -113,6 +113,28 @@ def test_the_command_is_ended_when_the_lock_is_lost(one: Shell, tmp_path: Path) 
     assert not (tmp_path / "late").exists()
 
 
+HANGS = """
+import logging, sys, time
+logging.getLogger("dblock").addFilter(lambda record: time.sleep(60))
+from dblock.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_command_is_ended_beside_a_log_that_hangs(request: pytest.FixtureRequest) -> None:
+    """Which would say that the lock is lost."""
+    shell = EACH[2]
+    ready(request, shell.database)
+    _, _, _, *arguments = shell.argv("run", "--ttl", "1", "k", "--", "sh", "-c", "echo ready; exec sleep 30")
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert shell("release", "--yes", "k").returncode == 0
+        assert process.wait(15) == 76
+
+
 def test_one_that_does_not_end_is_killed(one: Shell) -> None:
     """After a while."""
     process = one.start(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dblock.core import runtime
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -426,11 +427,13 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
 
 
 def test_interrupt_cancels_the_body(
-    async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+    async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
-    """Of a leader that is deposed, and of one that is made to resign."""
-    leader = candidate(ttl=1.2, interrupt=True)
-    inside = threading.Event()
+    """Of a leader that is deposed, while its callback hangs; and of one that is made to resign."""
+    inside, go = threading.Event(), threading.Event()
+    request.addfinalizer(go.set)
+    leader = candidate(ttl=1.2, interrupt=True, on_deposed=lambda *_: go.wait(60))
+    deliveries.put(partial(go.wait, 60))
 
     async def block() -> None:
         async with leader:

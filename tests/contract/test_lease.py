@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dblock import observe
-from dblock.core import deliveries as deliveries_module
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.lock.entering import adopt
 from dblock.core.log import log, warn
@@ -23,7 +23,6 @@ from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text, valid_token
-from tests.conftest import timed
 from tests.support.subjects import Actor, Subject, Twin, twin
 
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
@@ -325,10 +324,9 @@ def test_lost_stays_lost_when_the_key_is_taken_again(either: Subject, actor: Act
 
 
 def test_application_code_that_blocks_costs_no_lease(
-    either: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, request: pytest.FixtureRequest
 ) -> None:
     """A log handler that blocks delays callbacks and observers of locks, but neither renewals nor their signals."""
-    timed(monkeypatch, patience=60.0)
     go, ran = threading.Event(), list[str]()
 
     def run(name: str, *_: object) -> None:
@@ -355,7 +353,7 @@ def test_application_code_that_blocks_costs_no_lease(
         actor.call(lock, "release")
     assert ran == ["handler"]
     go.set()
-    assert deliveries_module.deliveries.flush(20)
+    assert deliveries.flush(20)
     assert [name for name in ran if name != "handler"] == ["callback", "observer"]
 
 
@@ -1007,6 +1005,31 @@ def test_a_body_is_interrupted_by_the_loss(async_face: Subject, actor: Actor) ->
         actor.do(partial(main, decorated))
     assert seen == ["cancelled", (Reason.EXPIRED, 0)] * 2
     assert time.monotonic() - began < 20
+
+
+def test_a_body_is_interrupted_beside_a_callback_that_hangs(
+    async_face: Subject, actor: Actor, request: pytest.FixtureRequest
+) -> None:
+    """That of another lock."""
+    go, hangs = threading.Event(), threading.Event()
+    request.addfinalizer(go.set)
+
+    def hang(_: object, __: object) -> None:
+        hangs.set()
+        go.wait(60)
+
+    other = async_face.lock("other", ttl=0.1, renew=False, on_lost=hang)
+    actor.call(other, "acquire")
+    assert hangs.wait(20)
+
+    async def main() -> None:
+        async with async_face.lock("k", ttl=0.3, renew=False, interrupt=True):
+            await asyncio.sleep(30)
+
+    with pytest.raises(LockLost):
+        actor.start(main).result(20)
+    with pytest.raises(LockLost):
+        actor.call(other, "release")
 
 
 def test_an_interrupted_body_learns_the_reason(async_face: Subject, actor: Actor) -> None:

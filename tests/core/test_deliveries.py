@@ -19,7 +19,6 @@ import pytest
 from dblock.core import deliveries as module
 from dblock.core.deliveries import Deliveries, deliveries
 from dblock.core.log import log, warn
-from tests.conftest import timed
 
 REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
 
@@ -93,24 +92,51 @@ def test_calls_come_in_order_and_are_bounded(handled: Callable[..., None], monke
     assert [line.partition(" ")[0] for line in said] == ["20"]
 
 
-def test_a_call_that_does_not_end_delays_the_others_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then another thread goes on, and the first one ends with its call; but there are not ever more threads."""
-    timed(monkeypatch, patience=0.02)
-    monkeypatch.setattr(module, "MOST", 3)
-    own, go, made = Deliveries(), threading.Event(), list[str]()
-
-    def made_and_wait(name: str) -> None:
-        made.append(name)
-        go.wait(20)
-
-    for name in "abc":
-        own.put(partial(made_and_wait, name))
-    own.put(lambda: made.append("last"))
-    assert not own.flush(0.3)
-    assert (made, len(own._threads)) == (["a", "b", "c"], 3)
+def test_a_call_that_does_not_end_delays_those_behind_it() -> None:
+    """There is one thread, and it ends when the queue is empty."""
+    own, go, begun, made = Deliveries(), threading.Event(), threading.Event(), list[str]()
+    own.put(lambda: begun.set() or go.wait(20))  # type: ignore[func-returns-value]
+    assert begun.wait(20)
+    thread = own._thread
+    for name in "ab":
+        own.put(partial(made.append, name))
+    assert not own.flush(0.1)
+    assert (made, own._thread) == ([], thread)
     go.set()
     assert own.flush(20)
-    assert (made, len(own._threads)) == (["a", "b", "c", "last"], 0)
+    assert (made, own._thread) == (["a", "b"], None)
+
+
+def test_what_a_call_raises_ends_nothing() -> None:
+    """Not even sys.exit()."""
+    own, made = Deliveries(), list[str]()
+    for error in (ZeroDivisionError, SystemExit, KeyboardInterrupt):
+        own.put(partial(_raise, error))
+    own.put(lambda: made.append("last"))
+    assert own.flush(20)
+    assert made == ["last"]
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_without_a_thread_calls_are_late(monkeypatch: pytest.MonkeyPatch, *, at_the_end: bool) -> None:
+    """The next call has one started. At the end of the process they are made without one."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own, made = Deliveries(), list[str]()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    own.put(lambda: made.append("a"))
+    assert (made, own.pending) == ([], True)
+    if not at_the_end:
+        monkeypatch.undo()
+    own.put(lambda: made.append("b"))
+    own.close()
+    assert (made, own.pending) == (["a", "b"], False)
 
 
 AT_EXIT = """

@@ -216,7 +216,10 @@ class HoldObserver(Protocol):
     _majority: str
 
     def _interrupt_body(self, hold: Hold, /) -> None:
-        """Cancel the body of the lost hold, with `interrupt=True`."""
+        """End the body under the lost hold. The watching thread calls it, so it waits for nothing.
+
+        Code that ends its bodies in another way puts its own function in the place of this method.
+        """
         ...
 
     def _who_hears_of_loss(self, reason: Reason, /) -> list[Callable[[], object]]: ...

@@ -152,18 +152,20 @@ class BaseLeader:
         for handler, what in ((on_elected, "on_elected"), (on_deposed, "on_deposed")):
             if handler is not None and not callable(handler):
                 raise TypeError(f"{what} is a function or None, not {handler!r}")
-        self._lock: Any = make_lock(
+        lock: Any = make_lock(
             name,
             ttl=ttl,
             timeout=timeout,
             release="now",
             slow_wait=None,
-            on_lost=functools.partial(_deposed, this, on_deposed),
+            on_lost=on_deposed and functools.partial(_tell, this, on_deposed),
             on_at_risk=on_at_risk and functools.partial(_tell, this, on_at_risk),
             on_revoke=on_revoke and functools.partial(_tell, this, on_revoke),
             **options,
         )
-        self._lock._stands_by = True
+        lock._stands_by = True
+        lock._interrupt_body = functools.partial(_interrupt_body, this)
+        self._lock = lock
         self._on_elected = on_elected
         self._interrupt = interrupt
         self._begin_anew()
@@ -413,19 +415,18 @@ class BaseLeader:
                 hold.interrupted = True
                 running.task.cancel()
 
-        running.task.get_loop().call_soon_threadsafe(cancel)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            running.task.get_loop().call_soon_threadsafe(cancel)
 
     def _withdrew(self) -> LockError:
         return LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name)
 
 
-def _deposed(this: Callable[[], BaseLeader | None], on_deposed: Deposed | None, lock: BaseLock, reason: Reason) -> None:
-    """Called in a thread of its own when the term has ended by itself."""
+def _interrupt_body(this: Callable[[], BaseLeader | None], _: Hold) -> None:
+    """Called by the watching thread when the term has ended by itself."""
     leader = this()
     if leader is not None:
         leader._interrupt_body()
-        if on_deposed is not None:
-            _ = on_deposed(leader, reason)
 
 
 def _tell(

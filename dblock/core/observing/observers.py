@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
-from dblock.core.log import deliver, warn
+from dblock.core.log import warn
 from dblock.core.observing.events import PROBES, Event, How, Kind
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
@@ -135,7 +136,7 @@ class Observers:
         if noted:
             self._note(store, event, who)
         if kind in self._kinds:
-            deliver(partial(self.call, event))
+            deliveries.put(partial(self.call, event))
 
     def call(self, event: Event) -> None:
         """Call the observers of this kind of event."""

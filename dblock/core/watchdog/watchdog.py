@@ -15,8 +15,8 @@ idle for too long: while that is its only work, it sleeps until the first of the
 do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
-`dblock.core.holding.lease`), and reports. Neither it nor the threads that it waits for run code of the application (see
-`dblock.core.deliveries`).
+`dblock.core.holding.lease`), and reports. It ends the bodies of lost locks itself, which waits for
+nothing. Neither it nor the threads that it waits for run code of the application (see `dblock.core.deliveries`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from weakref import WeakKeyDictionary
 
 from dblock.core import clock, timing
 from dblock.core.connections.pool import background
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
-from dblock.core.log import deliver, delivering, warn
+from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -222,11 +223,11 @@ class Watchdog(Worker):
         of_majority = any(lock._majority for lock in seen.locks())
         where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
         warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
-        for lock in seen.locks():
-            lock._interrupt_body(hold)
         self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
         if self.observers is not None:
             self.observers.lost(seen)
+        for lock in seen.locks():  # last: a signal that one sends may raise here, if this is the main thread
+            lock._interrupt_body(hold)
 
     def _tell_risk(self, hold: Hold) -> None:
         hold.risk_reported = True
@@ -286,8 +287,7 @@ class Watchdog(Worker):
         try:
             self._pruned_by = self._prune()
             wait = self._look_at_all()
-            if (deliveries := delivering()) is not None:
-                deliveries.look()
+            deliveries.start()
             self._reap()
             self._write_down()
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
@@ -296,9 +296,7 @@ class Watchdog(Worker):
 
     def busy(self) -> bool:
         added, self._added = self._added, False
-        deliveries = delivering()
-        work = self._holds or self._places or self._renewers or self._to_write
-        return added or bool(work) or (deliveries is not None and deliveries.pending)
+        return added or bool(self._holds or self._places or self._renewers or self._to_write)
 
     def rests_until(self) -> float:
         self._pruned_by = self._prune()  # again: a connection may have been given back since the round began
@@ -512,7 +510,7 @@ class Watchdog(Worker):
 
     def _tell(self, who_hears: Callable[[Any], list[Callable[[], object]]], hold: Hold) -> None:
         if locks := hold.locks():
-            deliver(partial(self._call, who_hears, locks, hold))
+            deliveries.put(partial(self._call, who_hears, locks, hold))
 
     def _call(self, who_hears: Callable[[Any], list[Any]], locks: list[HoldObserver], hold: Hold) -> None:
         with self._flows.again(hold):

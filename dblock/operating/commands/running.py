@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
+from dblock.core.holding.flow import Hold
 from dblock.core.identity import storable
 from dblock.core.lock.leaving import share
 from dblock.core.lock.locks import SyncLock
@@ -82,12 +83,13 @@ def run(context: Context, options: Namespace) -> int:
                 timeout=timeout,
                 grace=options.kill_after,
                 release="now",
-                on_lost=pipe.lost,
                 label=storable(options.argv[0]) if options.label is None else options.label,
                 **options_of(options, "ttl", "min_hold"),
             ),
             timeout,
         )
+        for member in lock:
+            member._interrupt_body = pipe.lost
         with _ending_in_order():
             try:
                 if options.nb:  # which would have to connect in the time of a try
@@ -170,9 +172,9 @@ class _Pipe:
         inlet, self._in = self._in, -1
         os.close(inlet)
 
-    def lost(self, _: object, why: Reason) -> None:
-        """Called by the watchdog."""
-        self.why = why
+    def lost(self, hold: Hold) -> None:
+        """Called by the watching thread, which it does not keep."""
+        self.why = Reason.EXPIRED if hold.lease.loss is None else hold.lease.loss.reason
         with contextlib.suppress(OSError):  # it is over
             _ = os.write(self._in, _NEWS)
 
