@@ -177,6 +177,7 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(*("postgresql", "leave_[rs]*", "true -> TRUE"), "the same word"),
+    Excuse(*("m*", "create", "TRUE -> TRUE"), "the same word"),
     Excuse(
         *("postgresql", "hand_over_local", "greatest(CAST(floor(* -> (CAST(floor(*"),
         "three quarters of a life are left, which is more than a millisecond",

@@ -164,8 +164,7 @@ CREATE: Final = Statement(
 {SQL.at_once}INSERT INTO locks ({TENURE})
 SELECT :key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
        :label, :host, :pid, :thread, :program, :task, :kind, :reading
-FROM (SELECT 1 AS one) AS this
-WHERE one = 1 {SQL.is_open("")}
+FROM DUAL WHERE TRUE {SQL.is_open("")}
 """,
     Reply.NUMBER,
     priority=True,
