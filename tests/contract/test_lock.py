@@ -326,12 +326,12 @@ def test_keys_are_compared_code_point_by_code_point(protocol: Subject, actor: Ac
         other.call(second, "release")
 
 
-def test_any_text_is_a_key(driver: Subject, actor: Actor) -> None:
+def test_any_text_is_a_key(protocol: Subject, actor: Actor) -> None:
     """Up to 255 characters, whatever they mean elsewhere."""
     for key in ("'", '"', "%s %(key)s {}", ":key", "\\", "x" * 255, "🔒" * 255, "\n", "--", "; DROP"):
-        lock = driver.lock(key)
+        lock = protocol.lock(key)
         actor.call(lock, "acquire")
-        assert driver.row(key)["owner"] == actor.get(lock, "owner")
+        assert protocol.row(key)["owner"] == actor.get(lock, "owner")
         actor.call(lock, "release")
 
 
