@@ -595,7 +595,6 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("place", [FACES[0]], indirect=True, ids="-".join)
 @pytest.mark.parametrize("where", ["_leave_block", "_release", "leave", "_end", "tell"])
 def test_a_block_whose_leaving_is_interrupted_is_given_back(
     place: Place, where: str, monkeypatch: pytest.MonkeyPatch
