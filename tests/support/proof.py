@@ -323,7 +323,7 @@ REQUIREMENTS: Final = (
         "replication is cut before; long: 100 promotions",
     ),
     Requirement(
-        "Readers, writers, permits, bundles, leaders under all faults",
+        "Readers, writers, permits, several keys, leaders under all faults",
         "readers and writers apart, permits at most N, one leader",
         (NEMESIS, "tests/core/test_sharing_worlds.py::test_what_is_broken_is_noticed"),
         "see below",
