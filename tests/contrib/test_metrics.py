@@ -34,7 +34,7 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, metadata, reap
-from tests.support.lab import until
+from tests.support.lab import FACES, until
 from tests.support.pages import block, text
 from tests.support.subjects import Actor, Subject
 
@@ -177,6 +177,7 @@ def test_held_is_what_is_held(engine: Engine, registry: CollectorRegistry) -> No
     stop()
 
 
+@pytest.mark.parametrize("subject", FACES, indirect=True, ids=str)
 def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, registry: CollectorRegistry) -> None:
     """Either face, sync and async."""
     actor.within(subject.lock("stock:1"), lambda: None)

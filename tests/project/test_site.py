@@ -161,7 +161,7 @@ async def both():
         return "z"
     first = Socket(meanwhile)
     await live(first, "ann")
-    assert (first.said, second.said, other.said) == (["echo: z"], [1008], ["echo: y"])
+    assert (first.said, second.said, other.said) == (["echo: z"], [1008], ["echo: y"]), (first.said, second.said, other.said)
     assert not await db_lock(engine, "live:ann").locked()
     await engine.dispose()
 asyncio.run(both())
