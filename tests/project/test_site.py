@@ -162,7 +162,9 @@ async def both():
     first = Socket(meanwhile)
     await live(first, "ann")
     assert (first.said, second.said, other.said) == (["echo: z"], [1008], ["echo: y"]), (first.said, second.said, other.said)
-    assert not await db_lock(engine, "live:ann").locked()
+    async with asyncio.timeout(10):  # the place of the one that gave up may be granted the key until it is deleted
+        while await db_lock(engine, "live:ann").locked():
+            await asyncio.sleep(0.05)
     await engine.dispose()
 asyncio.run(both())
 """,
