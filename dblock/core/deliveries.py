@@ -51,6 +51,11 @@ class Deliveries:
         """Whether a call is enqueued or under way."""
         return bool(self._calls) or self._thread is not None
 
+    @property
+    def stranded(self) -> bool:
+        """Whether calls are left for which no thread could be started."""
+        return bool(self._calls) and self._thread is None
+
     def put(self, call: Callable[[], object]) -> None:
         """Enqueue a call for the thread."""
         with self._mutex:
@@ -61,7 +66,10 @@ class Deliveries:
         self.start()
 
     def start(self) -> None:
-        """Start the thread if calls are left and it does not run. If that fails, the next caller tries again."""
+        """Start the thread if calls are left and it does not run. If that fails, the next caller tries again.
+
+        A watchdog that runs is one, once a second.
+        """
         with self._mutex:
             if not self._calls or self._thread is not None:
                 return

@@ -222,12 +222,14 @@ class Watchdog(Worker):
             return
         of_majority = any(lock._majority for lock in seen.locks())
         where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
-        warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
-        self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
-        if self.observers is not None:
-            self.observers.lost(seen)
-        for lock in seen.locks():  # last: a signal that one sends may raise here, if this is the main thread
-            lock._interrupt_body(hold)
+        try:
+            warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
+            self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
+            if self.observers is not None:
+                self.observers.lost(seen)
+        finally:  # last: a signal that one sends may raise here, if this is the main thread
+            for lock in seen.locks():
+                lock._interrupt_body(hold)
 
     def _tell_risk(self, hold: Hold) -> None:
         hold.risk_reported = True
@@ -296,7 +298,8 @@ class Watchdog(Worker):
 
     def busy(self) -> bool:
         added, self._added = self._added, False
-        return added or bool(self._holds or self._places or self._renewers or self._to_write)
+        work = self._holds or self._places or self._renewers or self._to_write
+        return added or bool(work) or deliveries.stranded
 
     def rests_until(self) -> float:
         self._pruned_by = self._prune()  # again: a connection may have been given back since the round began
