@@ -74,7 +74,7 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 def _add_run(commands: _SubParsersAction[Any]) -> None:
     usage = "%(prog)s [options] KEY [KEY ...] -- CMD [ARG ...]"
     running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS, usage=usage)
-    running.add_argument("key", metavar="KEY", help="or several keys, which are taken together, before the --")
+    running.add_argument("key", metavar="KEY", help="or several keys before the --: all are taken, or none")
     running.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     kind = running.add_mutually_exclusive_group()
     kind.add_argument("--shared", action="store_true", help="read: as a reader of a read-write lock")
