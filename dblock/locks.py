@@ -219,10 +219,10 @@ class DbLock:
     def attach(self, token: str, **options: Unpack[Options]) -> Lock:
         """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
 
-        Leave it with `release()`, or use it in a `with`. While others hold the same tenure, its `count` goes up.
-        `options` are those of `db_lock`.
+        A token is good once. Leave the lock with `release()`, or use it in a `with`. `options` are those of `db_lock`;
+        `ttl`, `grace` and `min_hold` are by default those of the lock that was detached.
 
-        Raises InvalidToken for what is no token, LockLost if the tenure is over.
+        Raises InvalidToken for what is no token, LockLost if the token was used (`Reason.USED`) or the tenure is over.
         """
         lock, steps = self._attaching(token, options)
         del token  # an error report may show the locals

@@ -138,8 +138,6 @@ class Lock(_Row):
     revoked_fence = models.BigIntegerField(_("last fence asked back"), db_default=0)
     freed_fence = models.BigIntegerField(_("last fence freed"), db_default=0)
     revocation = ExactCharField(_("by whom and why"), max_length=255, db_default="")
-    tokens = models.IntegerField(_("tokens not used yet"), db_default=0)
-    bearers = models.IntegerField(_("entered by a token"), db_default=0)
     kind = models.IntegerField(_("kind"), db_default=0)
     reading = models.IntegerField(_("last taken to read"), db_default=0)
     awaiting_fence = models.BigIntegerField(_("last fence that waited for shares"), db_default=0)

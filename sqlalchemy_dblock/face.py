@@ -175,10 +175,11 @@ def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Attac
 def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
     """The lock of a token of `detach()`, held by this flow: same tenure, same fence, renewed by this process.
 
-    Leave it with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use it in an `async with`. While
-    others hold the same tenure, its `count` goes up. `options` are those of `db_lock`.
+    A token is good once. Leave the lock with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use
+    it in an `async with`. `options` are those of `db_lock`; `ttl`, `grace` and `min_hold` are by default those of the
+    lock that was detached.
 
-    Raises InvalidToken for any other text, LockLost if the tenure is over.
+    Raises InvalidToken for any other text, LockLost if the token was used (`Reason.USED`) or the tenure is over.
     """
     known = valid_token(token)
     del token  # an error report may show the locals

@@ -102,8 +102,6 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("revoked_fence", BigInteger, nullable=False, server_default=text("0")),
         Column("freed_fence", BigInteger, nullable=False, server_default=text("0")),
         Column("revocation", _exact(255), nullable=False, server_default=""),
-        Column("tokens", Integer, nullable=False, server_default=text("0")),
-        Column("bearers", Integer, nullable=False, server_default=text("0")),
         Column("kind", Integer, nullable=False, server_default=text("0")),
         Column("reading", Integer, nullable=False, server_default=text("0")),
         Column("awaiting_fence", BigInteger, nullable=False, server_default=text("0")),

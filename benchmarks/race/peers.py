@@ -224,7 +224,7 @@ def bare_statements(url: str, key: str) -> Lock:
     def run(text: str) -> None:
         known = request.parameters(request.new_owner())
         [(fence,)] = cursor.execute(text, known, prepare=True).fetchall()
-        held.append({**known, "fence": fence, "count": 1})
+        held.append({**known, "fence": fence, "min_hold": 0.0})
 
     def give() -> None:
         cursor.execute(release, held.pop(), prepare=True).fetchall()

@@ -5,7 +5,7 @@
     give_up     a message that nobody will run
 
 Rule: the lock is where the message is. Between a sender and a worker nobody keeps it: it is a lease of `queue_ttl`
-seconds from the moment at which the task is due. One bearer is in it at a time, however often the message comes.
+seconds from the moment at which the task is due. Its token is good for one run, however often the message comes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from celery.exceptions import Reject
 
 from dblock.celery.results import place_lost
 from dblock.celery.spec import OnBusy, Scope, Spec
-from dblock.core import clock
+from dblock.core import clock, runtime
+from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.identity import acting_for, storable
-from dblock.core.lock.entering import adopt
+from dblock.core.lock.entering import attach
+from dblock.core.lock.leaving import detach
 from dblock.core.log import warn
-from dblock.core.tokens import Token, token_text, valid_token
+from dblock.core.tokens import new_secret, token_text, valid_token
 
 if TYPE_CHECKING:
     from dblock.core.lock.locks import SyncLock
@@ -45,20 +48,17 @@ def take(spec: Spec, task: Any, key: str, task_id: Any, delay: float) -> str:
 
 
 def give_up(spec: Spec, task: Any, task_id: Any, text: str) -> None:
-    """Release the lock of a message that nobody will run, if it was taken for that task.
+    """Release the lock of a message that nobody will run, if it was taken for that task, and its token was not used.
 
     What fails here ends with its lease.
     """
+    token = valid_token(text)
+    lock = spec.queue_lock(task, token.tenure.key, 0)
     try:
-        token = valid_token(text)
-        lock = spec.queue_lock(task, token.tenure.key, 0)
         info = lock.inspect()
         if info is None or info.identity.celery_task_id != storable(str(task_id)):
             return
-        if lock._drive(adopt(lock, token)):
-            lock.release()
-    except LockLost:
-        return
+        _ = lock._drive(handover.free(runtime.current.site(lock._store()), HandoverRecord(token.tenure)))
     except LockError as error:
         warn("the lock of a message of %s that nobody will run ends with its lease: %s", task.name, error)
 
@@ -93,10 +93,11 @@ class Carried:
         self.lock: SyncLock | None = None
         """None if this run does not hold it."""
         self.busy: LockTimeout | LockStoreError | None = None
-        """Another run of the same message is under way, or one ended without a word within the last ttl; or the
-        database is away."""
+        """Another run of the same message is under way, or was killed within the last ttl; or the database is away."""
         self._goes_on: float | None = None
         """Seconds until the run is due to which the message takes the lock on."""
+        self._secret = ""
+        """That of the token in the message."""
 
     def __enter__(self) -> Self:
         key, deadline = self._token.tenure.key, clock.now() + OWN
@@ -104,15 +105,14 @@ class Carried:
         lock = self._spec.queue_lock(self._task, key, 0) if both else self._spec.lock(self._task, key, 0)
         self._entered.append(lock)
         try:
-            while not lock._drive(adopt(lock, self._token)):
+            while not self._attach(lock):
                 if clock.now() > deadline:
-                    who = f"{self._task.name}[{self._task.request.id}]"
-                    self.busy = LockTimeout(f"another run of task {who} is under way, or has died", key=key)
                     return self
                 time.sleep(OWN / 40)
-            _ = lock.__enter__()  # what was adopted becomes the block
-            self.lock = lock
+            _ = lock.__enter__()  # what was attached becomes the block
+            self.lock, self.busy = lock, None
         except LockLost as error:
+            self.busy = None
             warn(
                 "the lock of task %s[%s] was over before it ran: %s",
                 self._task.name,
@@ -127,12 +127,24 @@ class Carried:
             raise
         return self
 
+    def _attach(self, lock: SyncLock) -> bool:
+        """Use the token; False, and `busy`, if an earlier run of the message has used it, or has yet to detach it."""
+        try:
+            _ = lock._drive(attach(lock, self._token))
+        except LockLost as error:
+            if error.reason is not Reason.USED:
+                raise
+            who = f"{self._task.name}[{self._task.request.id}]"
+            self.busy = LockTimeout(f"another run of task {who} is under way, or has died", key=error.key)
+            return False
+        return True
+
     def carry_on(self, delay: float) -> str:
         """The token for a message that is due in `delay` seconds; the lock passes to it once this run has ended."""
         if self.lock is None:
             return self._text if self.busy else ""
-        self._goes_on = delay
-        return token_text(Token(self._token.tenure, self._life, 0.0, 0.0))
+        self._goes_on, self._secret = delay, new_secret()
+        return token_text(self._token._replace(tenure=self._token.tenure._replace(owner=self._secret)))
 
     def keep(self) -> None:
         """Keep the lock in this run: the message of `carry_on` was not sent."""
@@ -144,37 +156,21 @@ class Carried:
             with suppress(LockError):
                 self.lock.release()
 
-    @property
-    def _life(self) -> float:
-        return self._spec.queue_ttl + (self._goes_on or 0.0)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.lock is None:
-            return
-        put_back = isinstance(error, Reject) and error.requeue  # the message stays as it is, and so does its lock
-        try:
-            if put_back or self._goes_on is not None:
-                with suppress(LockError):
-                    self.lock.extend(self._life)
-                    _ = self.lock.detach()
-        finally:
-            self._leave(kind, error, trace, put_back=put_back)
-
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        *,
-        put_back: bool,
-    ) -> None:
         lock, self.lock = self.lock, None
+        if lock is None:
+            return
         try:
-            if lock is not None:
+            if self._goes_on is not None:
+                with suppress(LockError):
+                    _ = lock._drive(detach(lock, self._secret, self._spec.queue_ttl + self._goes_on))
+        finally:
+            try:
                 lock.__exit__(kind, error, trace)
-        except LockError:
-            # Given up, or gone on; or a lock that the run did not rely on.
-            if self._spec.scope is not Scope.BOTH and self._goes_on is None and not put_back:
-                raise
+            except LockError:
+                # Given up, gone on, or put back; or a lock that the run did not rely on.
+                put_back = isinstance(error, Reject) and error.requeue
+                if self._spec.scope is not Scope.BOTH and self._goes_on is None and not put_back:
+                    raise

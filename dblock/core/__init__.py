@@ -6,7 +6,7 @@ face's store executes its statements.
 Where to look for:
 
     when trust in a lease ends    `values.Grant.trusted_until` computes it, `holding.lease.Lease` keeps it
-    what frees a key              `statements.common.release` and `leave`; `acquire.handover.pass_on` grants it instead
+    what frees a key              `statements.common.release`; `acquire.handover.pass_on` grants it to the next instead
     who is next                   in this process `acquire.local_queue`, among processes `protocol.queue`
     what happens on a fork        `runtime.Runtime.forked`
     where an option goes          `options.Given` explains it, `options.valid_options` checks it

@@ -48,6 +48,8 @@ class Reason(StrEnum):
     """Another tenure of the key has begun since: the lease had ended, or the key had been freed from outside."""
     FREED = "freed"
     """The key was freed from outside, by an administrator for example."""
+    USED = "token used"
+    """Its token, which is good once, was used: another flow holds the lock."""
     GONE = "row gone"
     """The row was deleted, a crash of the database took the tenure back, or a replica lacked it."""
     UNREACHABLE = "database unreachable"
@@ -62,6 +64,7 @@ _WHAT_HAPPENED: Final = {
     Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
     Reason.TAKEN_OVER: "the lease ended, and it was taken over",
     Reason.FREED: "it was freed by somebody",
+    Reason.USED: "its token is good once, and was used",
     Reason.GONE: "its row was deleted, or taken back by a crash of the database or a failover",
     Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
     Reason.RELEASED: "its process has given all its locks back, with release_all()",
@@ -91,11 +94,12 @@ class Loss(NamedTuple):
     def __str__(self) -> str:
         early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
         happened = _WHAT_HAPPENED | (_WHEN_STALLED if self.stalled else {})
-        what = early if self.early and not self.words else happened[self.reason]
+        used = self.reason is Reason.USED
+        what = early if self.early and not (self.words or used) else happened[self.reason]
         what += f" ({self.words})" if self.words else ""
         if self.holder is None:
             return what
-        then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
+        then = "" if used or self.reason is Reason.TAKEN_OVER else "; it was taken over"
         return f"{what}{then} by {self.holder}"
 
 

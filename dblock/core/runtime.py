@@ -219,11 +219,7 @@ class ProcessServices(WaiterServices):
 
 def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
     """Release a hold, however often it was entered."""
-    if hold.shared_entries is None and not hold.min_hold:
-        _ = yield from handover.release(site, hold.record, 1)
-        return
-    for count in range(max(1, len(hold.entries)), 0, -1):  # each entry counts in the row
-        _ = yield from handover.leave(site, hold, count=count)
+    _ = yield from handover.release(site, hold.record, min_hold=hold.min_hold)
 
 
 current = Runtime()

@@ -1,6 +1,7 @@
 """The two texts that name a tenure outside its process.
 
-A *token* hands a tenure over: its bearer can hold the key, so it contains the owner's secret of 128 random bits.
+A *token* hands a tenure over, once: it contains a secret of 128 random bits, which is the tenure's owner until the
+token is used (`dblock.core.protocol.tenures`).
 A *sequencer* only names a tenure by key, mode and fence, for a service that acts on behalf of the holder (Burrows, "The
 Chubby lock service for loosely-coupled distributed systems", OSDI 2006, section 2.4). It is no secret: it proves that
 this tenure is alive, not that the holder sent it. Anybody who knows a key and its fence can write one.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -28,11 +30,10 @@ class Token(NamedTuple):
     """What a bearer needs to continue a tenure."""
 
     tenure: Tenure
+    """The tenure in hand-over; its owner is the token's secret."""
     ttl: float
     grace: float
     min_hold: float
-    counted: bool = True
-    """Whether the key's row counts the token until it is used, so that the key stays closed for its bearer."""
     kind: int = 0
     """What its key is used for, a `KeyKind`."""
 
@@ -49,10 +50,15 @@ class Sequencer(NamedTuple):
         return _SEQUENCER + _packed(list(self))
 
 
+def new_secret() -> str:
+    """A secret for one token. An owner token begins with the hexadecimal digits of its machine; this does not."""
+    return Masked(f"token-{os.urandom(16).hex()}")
+
+
 def token_text(token: Token) -> str:
     """The token as one opaque string of URL-safe characters."""
     prefix = _OF_WRITER if token.kind == KeyKind.READ_WRITE and SHARE not in token.tenure.key else _TOKEN
-    return prefix + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted)])
+    return prefix + _packed([*token.tenure, token.ttl, token.grace, token.min_hold])
 
 
 def kind_of(key: str) -> KeyKind:
@@ -71,12 +77,12 @@ def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
         writes = isinstance(text, str) and text.startswith(_OF_WRITER)
-        key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _OF_WRITER if writes else _TOKEN)
-        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
+        key, owner, fence, ttl, grace, min_hold = _unpacked(text, _OF_WRITER if writes else _TOKEN)
+        if not (isinstance(owner, str) and _SECRET.fullmatch(owner)):
             raise _Malformed
         tenure = Tenure(_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
-        return Token(tenure, *spans, counted=bool(counted), kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
+        return Token(tenure, *spans, kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
     del text  # an error report may show the locals
     raise InvalidToken("this is not a token made by detach()")
 
@@ -92,7 +98,7 @@ def valid_sequencer(text: object) -> Sequencer:
         raise InvalidToken("this is not a sequencer") from None
 
 
-_OWNER = re.compile("[0-9a-f]{1,64}")
+_SECRET = re.compile("token-[0-9a-f]{32}")
 
 
 class _Malformed(ValueError):

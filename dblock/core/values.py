@@ -148,8 +148,6 @@ class LockInfo:
     """Fence of the last tenure that was ended from outside."""
     revocation: str = ""
     """By whom and why the later of the two was done."""
-    bearers: int = 0
-    """Number of flows that entered the tenure by a token: then another flow than the one that took it holds it."""
     kind: int = 0
     """What the key is used for, a `KeyKind`."""
     reading: int = 0
@@ -183,10 +181,16 @@ class LockInfo:
         return bool(shared) and self.state == "held" and SHARE not in self.key
 
     @property
+    def handed_over(self) -> float | None:
+        """Seconds since the tenure was left to the bearer of a token that was not used yet; None if it has a holder."""
+        waits_for_bearer = self.state == "held" and bool(self.owner) and not self.count
+        return max(self.ttl - self.remaining, 0.0) if waits_for_bearer else None
+
+    @property
     def renewed(self) -> float | None:
         """Seconds since the last renewal, less the `grace` of the lock; None if there was none."""
         ago = self.ttl - self.remaining
-        return ago if self.state == "held" and 0 <= ago < self.age - TTL_MIN / 2 else None
+        return ago if self.state == "held" and self.count and 0 <= ago < self.age - TTL_MIN / 2 else None
 
     def __str__(self) -> str:
         who = printable(f'{self.identity} "{self.label}"' if self.label else str(self.identity))
@@ -199,6 +203,8 @@ class LockInfo:
         if self.waits:
             others = "permits are free" if self.kind == KeyKind.SEMAPHORE else "the readers have left"
             return f"{who}, who is the next, and has been waiting for {self.age:.1f} s until {others}"
+        if self.handed_over is not None:
+            return f"{who}, who detached it {self.handed_over:.1f} s ago; its token is good for {self.remaining:.1f} s"
         renewed = "" if self.renewed is None else f", renewed {self.renewed:.1f} s ago"
         end = f"free {self.remaining:.1f} s from now at the earliest if its holder has died"
         return f"{who}, for {self.age:.1f} s{renewed}; {end}"

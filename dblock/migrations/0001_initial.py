@@ -95,8 +95,6 @@ class Migration(migrations.Migration):
                     "revocation",
                     dblock.models.ExactCharField(db_default="", max_length=255, verbose_name="by whom and why"),
                 ),
-                ("tokens", models.IntegerField(db_default=0, verbose_name="tokens not used yet")),
-                ("bearers", models.IntegerField(db_default=0, verbose_name="entered by a token")),
                 ("kind", models.IntegerField(db_default=0, verbose_name="kind")),
                 ("reading", models.IntegerField(db_default=0, verbose_name="last taken to read")),
                 (

@@ -36,6 +36,7 @@ _WORDS: Final[dict[str, Any]] = {
     "expired": pgettext_lazy("lock", "expired"),
     "taken over": pgettext_lazy("lock", "taken over"),
     "freed": pgettext_lazy("lock", "freed"),
+    "token used": pgettext_lazy("lock", "token used"),
     "row gone": pgettext_lazy("lock", "row gone"),
     "database unreachable": pgettext_lazy("lock", "database unreachable"),
     "released with all others": pgettext_lazy("lock", "released with all others"),

@@ -74,7 +74,7 @@ class Busy:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
-                _ = yield from handover.free(runtime.current.site(self._store), HandoverRecord.of(grant), 1)
+                _ = yield from handover.free(runtime.current.site(self._store), HandoverRecord.of(grant))
 
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:

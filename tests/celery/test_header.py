@@ -22,7 +22,7 @@ from dblock.core.values import Tenure
 
 def token(key: str = "k") -> str:
     """Of a tenure of that key."""
-    return token_text(Token(Tenure(key, "0123456789abcdef", 7), 3600.0, 0.0, 0.0))
+    return token_text(Token(Tenure(key, f"token-{'0123456789abcdef' * 2}", 7), 3600.0, 0.0, 0.0))
 
 
 GOOD = Header("i", token(), 3, 5.0, "2026-01-01T00:00:00+00:00")

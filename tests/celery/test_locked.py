@@ -175,6 +175,51 @@ def test_a_message_that_is_delivered_again_runs_by_itself(make: Callable[..., Ce
     assert not [each for each in overlaps() if each[0].ended is None or each[0].ended > each[1].began]
 
 
+@pytest.mark.timeout(900)
+def test_messages_that_come_twice(make: Callable[..., Celery], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is good for one of the two; the other run takes the key anew. No two at once."""
+    celery = make()
+    celery.worker("--concurrency=4")
+    celery.worker("--concurrency=4")
+    amqp, number = locked.app.amqp, 500 if LONG else 30
+    send = amqp.send_task_message
+
+    def twice(*arguments: Any, **options: Any) -> Any:
+        send(*arguments, **options)
+        return send(*arguments, **options)
+
+    monkeypatch.setattr(amqp, "send_task_message", twice)
+    task = locked.TASKS["retry", "queue"]
+    results = [task.delay(f"r{each}") for each in range(number)]
+    monkeypatch.undo()
+    wait_until(lambda: sum(each.ended is not None for each in runs()) == 2 * number, 30 + number)
+    assert {result.get(timeout=30) for result in results} == {f"done r{each}" for each in range(number)}
+    found = runs()
+    assert len(found) == 2 * number
+    assert len({(each.resource, each.fence) for each in found}) == 2 * number
+    last: dict[str, Any] = {}
+    for each in found:
+        before = last.setdefault(each.resource, each)
+        assert before is each or before.ended < each.began
+    assert not held()
+
+
+def test_a_worker_killed_when_it_has_used_its_token(make: Callable[..., Celery]) -> None:
+    """Before its first renewal: the message is delivered again, and its run begins when the lease has ended."""
+    celery = make(task_acks_late=True, task_reject_on_worker_lost=True)
+    celery.worker()
+    result = locked.TASKS["retry", "queue"].delay("r", 0.6)
+    wait_until(runs)
+    [(pid, fence)] = run("postgresql", "SELECT pid, fence FROM locks WHERE owner IS NOT NULL")
+    os.kill(int(str(pid)), signal.SIGKILL)
+    killed = time.monotonic()
+    assert result.get(timeout=40) == "done r"
+    assert time.monotonic() - killed > LEASE - 1
+    first, second = runs()
+    assert (first.ended, first.fence) == (None, str(fence))
+    assert int(first.fence) < int(second.fence)
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
 def test_shutting_down(make: Callable[..., Celery], how: signal.Signals) -> None:
     """A warm shutdown waits for the task; a cold one ends it: then its key is free within its ttl."""

@@ -226,42 +226,20 @@ def test_what_is_ignored_stays_so(one: Shell) -> None:
     assert (ended.returncode, ended.stdout) == (128 + signal.SIGPIPE, "")
 
 
-def test_the_token_lets_the_command_in(one: Shell) -> None:
-    """It enters the same tenure, and the key is free when both have left."""
+def test_the_command_can_show_what_it_runs_under(one: Shell) -> None:
+    """A sequencer for each key, which is no secret; and nothing with which one could hold the lock."""
     script = f"""
 import os
 from sqlalchemy import create_engine
-from sqlalchemy_dblock import attach
+from sqlalchemy_dblock import check_sequencer
 engine = create_engine({url(one.database)!r})
-with attach(engine, os.environ["DBLOCK_TOKEN"]) as lock:
-    print(lock.fence == int(os.environ["DBLOCK_FENCE"]), lock.key)
+for text in os.environ["DBLOCK_SEQUENCER"].splitlines():
+    shown = check_sequencer(engine, text)
+    print(shown.key, shown.fence <= int(os.environ["DBLOCK_FENCE"]), "DBLOCK_TOKEN" in os.environ)
 """
-    done = one.apart("run", "k", "--", sys.executable, "-W", "ignore", "-c", script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True k\n", "")
+    done = one.apart("run", "a", "b", "--", sys.executable, "-W", "ignore", "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a True False\nb True False\n", "")
     assert free(one)
-
-
-def test_what_the_command_leaves_behind_may_keep_the_lock(one: Shell) -> None:
-    """If it has entered by the token: the key is free when it has left, not when the command has ended."""
-    script = f"""
-import os, time
-inlet, outlet = os.pipe()
-if os.fork():
-    os.read(inlet, 1)
-    os._exit(0)
-for number in (0, 1, 2):
-    os.dup2(os.open(os.devnull, os.O_RDWR), number)
-from sqlalchemy import create_engine
-from sqlalchemy_dblock import attach
-with attach(create_engine({url(one.database)!r}), os.environ["DBLOCK_TOKEN"]):
-    os.write(outlet, b"x")
-    time.sleep(2)
-os._exit(0)
-"""
-    done = one.apart("run", "k", "--", sys.executable, "-c", script)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not free(one)
-    assert until(lambda: free(one), 10)
 
 
 def test_min_hold_keeps_the_key(one: Shell) -> None:
@@ -317,10 +295,10 @@ def test_a_command_that_leaves_its_group_when_its_keeper_is_dead(one: Shell) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("shared", [False, True])
 def test_who_was_killed_before_it_could_tell_of_its_command(shared: bool) -> None:
-    """The watcher finds it by the token, whatever group it is in; nobody else."""
-    environment = {**os.environ, "DBLOCK_TOKEN": "a secret"}
+    """The watcher finds it by the name of the run, whatever group it is in; nobody else."""
+    environment = {**os.environ, "DBLOCK_RUN": "a name"}
     mine = subprocess.Popen(["timeout", "60", "sleep", "50"], env=environment, process_group=0)
-    others = subprocess.Popen(["sleep", "50"], env={**environment, "DBLOCK_TOKEN": "a secret of others"})
+    others = subprocess.Popen(["sleep", "50"], env={**environment, "DBLOCK_RUN": "a name of others"})
     with running._watcher(1.0, environment, shared=shared) as watcher:
         assert watcher.stdin is not None
         watcher.stdin.close()
@@ -766,7 +744,7 @@ def test_options_go_before_the_keys(one: Shell) -> None:
 
 def test_it_holds_several_keys(one: Shell) -> None:
     """All or none; the environment names them line by line, and one fence above theirs."""
-    script = 'echo "$DBLOCK_KEY" "$DBLOCK_FENCE"; echo "$DBLOCK_TOKEN" | wc -l'
+    script = 'echo "$DBLOCK_KEY" "$DBLOCK_FENCE"; echo "$DBLOCK_SEQUENCER" | wc -l'
     done = one.apart("run", "b", "a", "--", "sh", "-c", script)
     fences = dict(one.run("SELECT lock_key, fence FROM locks"))
     assert done.stdout.split() == ["b", "a", str(max(fences.values())), "2"]

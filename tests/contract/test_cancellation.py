@@ -89,26 +89,38 @@ def test_a_cancelled_holder_releases(async_driver: Subject, actor: Actor) -> Non
 
 
 def test_a_cancelled_bearer_leaves(async_driver: Subject, actor: Actor, other: Actor) -> None:
-    """Its entry alone: the count is lowered once."""
+    """In its block it releases the hold; cancelled as it attaches it does so too, or the token is as good as before."""
     lock = async_driver.lock("k", ttl=60)
-    actor.call(lock, "acquire")
-    token = actor.call(lock, "detach")
 
-    def attached() -> Any:
+    def attached(token: str) -> Any:
         if async_driver.variant == "django":
             from dblock import db_lock
 
             return db_lock.aattach(token, using=ALIASES[async_driver.database])
         return attach(async_driver.engine, token)
 
-    async def keep() -> Any:
-        return await attached()
+    async def bear(token: str, after: float) -> None:
+        task = asyncio.ensure_future(block(attached(token)))
+        await asyncio.sleep(after)
+        task.cancel()
+        _ = await asyncio.wait([task])
 
-    mine = actor.do(keep)
-    other.do(lambda: storm(block(attached()), lambda: async_driver.row("k")["count"] == 2, 0.02))
-    assert async_driver.row("k")["count"] == 1
-    actor.call(mine, "release")
-    assert async_driver.row("k")["owner"] is None
+    async def passing(token: str) -> None:
+        async with attached(token):
+            pass
+
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    other.do(lambda: storm(block(attached(token)), lambda: async_driver.row("k")["count"] == 1, 0.02))
+    assert not is_held(async_driver)
+    for after in (0.0, 0.0005, 0.001, 0.002, 0.004):
+        actor.call(lock, "acquire")
+        token = actor.call(lock, "detach")
+        other.do(partial(bear, token, after))
+        if is_held(async_driver):
+            assert async_driver.row("k")["count"] == 0
+            other.do(partial(passing, token))
+        assert not is_held(async_driver)
 
 
 def test_a_cancelled_waiter_leaves_the_queue(async_driver: Subject, actor: Actor, other: Actor) -> None:

@@ -16,14 +16,13 @@ import pytest
 
 from dblock import observe
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
-from dblock.core.lock.entering import adopt
+from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.log import log, warn
 from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
-from dblock.core.tokens import Token, token_text, valid_token
-from tests.support.subjects import Actor, Subject, Twin, twin
+from dblock.core.tokens import valid_token
+from tests.support.subjects import Actor, Subject, Twin
 
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
 FREE = "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = :key"
@@ -466,26 +465,24 @@ def test_the_longer_min_hold_of_two_that_are_nested_counts(protocol: Subject, ac
 
 
 def test_a_hold_is_handed_over(everywhere: Subject, actor: Actor, other: Actor) -> None:
-    """Same fence, same owner, count 1; it is renewed where it went, and nobody gets in between."""
+    """Same fence, another owner, count 1; it is renewed where it went, and nobody gets in between."""
     lock, rival = everywhere.lock("k", ttl=2), everywhere.lock("k")
     actor.call(lock, "acquire")
     fence, owner = actor.get(lock, "fence"), actor.get(lock, "owner")
     token = actor.call(lock, "detach")
     assert isinstance(token, str)
     assert actor.get(lock, "state") is None
+    between = everywhere.row("k")
+    assert (between["fence"], between["count"]) == (fence, 0)
     assert actor.call(rival, "acquire", blocking=False) is False
     with pytest.raises(LockNotHeld):
         actor.call(lock, "release")
     taken = other.do(lambda: attach(everywhere, token))
-    assert [other.get(taken, name) for name in ("key", "fence", "owner", "count", "ttl", "state")] == [
-        "k",
-        fence,
-        owner,
-        1,
-        2.0,
-        "held",
-    ]
+    facts = ("key", "fence", "count", "ttl", "state")
+    assert [other.get(taken, name) for name in facts] == ["k", fence, 1, 2.0, "held"]
     assert everywhere.row("k")["count"] == 1
+    assert everywhere.row("k")["owner"] == other.get(taken, "owner")
+    assert other.get(taken, "owner") not in {owner, between["owner"]}
     time.sleep(2.4)
     assert other.get(taken, "state") == "held"
     assert other.call(taken, "verify") is True
@@ -549,171 +546,97 @@ def test_a_hand_over_inside_a_block_is_forgotten_with_it(either: Subject, actor:
     assert seen == [None]
 
 
-def test_a_token_outlives_the_blocks_around_it(either: Subject, actor: Actor, other: Actor) -> None:
-    """Handed over from an inner block: when the outer ones are left, its bearer has one more ttl."""
-    outer, inner, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
-    for used_before in (False, True):
-        actor.call(outer, "acquire")
-        actor.call(inner, "acquire")
-        fence, token = actor.get(outer, "fence"), actor.call(inner, "detach")
-        take = partial(attach, either, token)
-        taken = other.do(take) if used_before else None
-        actor.call(outer, "release")
-        assert actor.get(outer, "state") is None
-        assert actor.call(rival, "acquire", blocking=False) is False
-        taken = taken or other.do(take)
-        assert other.get(taken, "fence") == fence
-        other.call(taken, "release")
-        assert either.row("k")["owner"] is None
-
-
-def test_the_row_knows_which_tokens_were_used(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """Whatever names for people their bearers have: all threads of a pool have one, and all containers pid 1."""
-    outer, inner = protocol.lock("k", ttl=30), protocol.lock("k", ttl=30)
-    who = actor.do(lambda: current_flow().who)
-    other.do(lambda: current_flow().who.update(who))
-    actor.call(outer, "acquire")
-    actor.call(inner, "acquire")
-    first = actor.call(inner, "detach")
-    other.call(other.do(partial(attach, protocol, first)), "release")
-    actor.call(inner, "acquire")
-    second = actor.call(inner, "detach")
-    actor.call(outer, "release")
-    assert protocol.row("k")["owner"] is not None, "the second is out"
-    other.call(other.do(partial(attach, protocol, second)), "release")
-    assert protocol.row("k")["owner"] is None, "both were used"
-    actor.call(outer, "acquire")
-    actor.call(inner, "acquire")
-    taken = other.do(partial(attach, protocol, actor.call(inner, "detach")))
-    other.call(taken, "release")
-    actor.call(outer, "release")
-    assert protocol.row("k")["owner"] is None, "closed for nobody"
-
-
-def test_a_tenure_can_be_shared(either: Subject, actor: Actor, other: Actor) -> None:
-    """While one entry is handed over and another kept, both count, and the key is free after both."""
-    for first_out in (0, 1):
-        lock, rival = either.lock("k", ttl=30), either.lock("k")
-        actor.call(lock, "acquire")
-        actor.call(lock, "acquire")
-        token = actor.call(lock, "detach")
-        assert (actor.get(lock, "count"), either.row("k")["count"]) == (1, 1)
-        taken = other.do(partial(attach, either, token))
-        assert (other.get(taken, "count"), either.row("k")["count"]) == (2, 2)
-        assert other.get(taken, "fence") == actor.get(lock, "fence")
-        leaving = [partial(actor.call, lock, "release"), partial(other.call, taken, "release")]
-        leaving[first_out]()
-        assert either.row("k")["count"] == 1
-        assert actor.call(rival, "locked") is True
-        leaving[1 - first_out]()
-        assert (either.row("k")["owner"], either.row("k")["count"]) == (None, 0)
-        assert other.call(rival, "acquire", blocking=False) is True
-        other.call(rival, "release")
-
-
-def test_a_bearer_is_counted_when_an_entry_is_handed_over(either: Subject, actor: Actor, other: Actor) -> None:
-    """A flow that takes itself for the only one sets no count once the row shows that somebody else has attached."""
+def test_a_token_is_good_once(either: Subject, actor: Actor, other: Actor) -> None:
+    """The second bearer is told who has used it; also after that one has released it, and in the flow that made it."""
     lock = either.lock("k", ttl=30)
-    for entered in (1, 2):
-        for _ in range(entered):
-            actor.call(lock, "acquire")
-        hold = actor.do(lambda: current_flow().holds[lock._store(), "k"])
-        bearers = [other.do(partial(attach, either, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
-        assert hold.shared_entries is None
-        assert either.row("k")["count"] == entered + 2
-        token = actor.call(lock, "detach")
-        assert either.row("k")["count"] == entered + 1
-        for bearer in bearers:
-            other.call(bearer, "release")
-        for _ in range(entered - 1):
-            actor.call(lock, "release")
-        other.call(other.do(partial(attach, either, token)), "release")
-        assert either.row("k")["owner"] is None
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    taken = other.do(partial(attach, either, token))
+    for again in (actor, other):
+        before = either.row("k")
+        with pytest.raises(LockLost, match="its token is good once, and was used by") as caught:
+            again.do(partial(attach, either, token))
+        assert caught.value.reason is Reason.USED
+        assert caught.value.holder is not None
+        assert caught.value.holder.owner == "***"
+        assert either.row("k") == before
+    assert other.call(taken, "verify")
+    assert other.call(taken, "acquire"), "it may be entered again"
+    assert either.row("k")["count"] == 2
+    other.call(taken, "release")
+    assert either.row("k")["count"] == 1
+    other.call(taken, "release")
+    assert either.row("k")["owner"] is None
 
 
-def test_a_hand_over_that_arrives_late_takes_no_entry_away(either: Subject, actor: Actor, other: Actor) -> None:
+def test_a_token_of_a_hold_that_was_attached(either: Subject, actor: Actor, other: Actor) -> None:
+    """Is another one: a hold may go from one flow to the next, each time with a token of its own."""
+    lock = either.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    fence, tokens = actor.get(lock, "fence"), [actor.call(lock, "detach")]
+    for bearer in (other, actor, other):
+        taken = bearer.do(partial(attach, either, tokens[-1]))
+        assert bearer.get(taken, "fence") == fence
+        tokens.append(bearer.call(taken, "detach"))
+    assert len(set(tokens)) == 4
+    for used in tokens[:-1]:
+        with pytest.raises(LockLost):
+            actor.do(partial(attach, either, used))
+    actor.call(actor.do(partial(attach, either, tokens[-1])), "release")
+    assert either.row("k")["owner"] is None
+
+
+def test_an_attached_hold_has_a_lease_of_its_own(either: Subject, actor: Actor, other: Actor) -> None:
+    """Of the options that it is attached with, if there are any: it is set, and may be shorter."""
+    lock = either.lock("k", ttl=600)
+    actor.call(lock, "acquire")
+    taken = other.do(partial(attach, either, actor.call(lock, "detach"), ttl=20, label="theirs"))
+    assert other.get(taken, "ttl") == either.row("k")["ttl"] == 20.0
+    assert 15 < other.get(taken, "remaining") < 20
+    other.call(taken, "release")
+
+
+def test_a_hold_is_detached_as_a_whole(either: Subject, actor: Actor, other: Actor) -> None:
+    """Not inside another block, which would go on without it."""
+    lock = either.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")
+    with pytest.raises(LockError, match="cannot be detached while it is entered more than once here"):
+        actor.call(lock, "detach")
+    assert actor.get(lock, "state") == "held"
+    actor.call(lock, "release")
+    token = actor.call(lock, "detach")
+    other.call(other.do(partial(attach, either, token)), "release")
+    assert either.row("k")["owner"] is None
+
+
+def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: Actor, other: Actor) -> None:
     """It was cut off and sent again; by the time the first one arrives the bearer has attached."""
     lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
-    actor.call(lock, "acquire")
     tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
-    late: dict[str, Any] = {**tenure._asdict(), "life": 30.0, "count": 2, "bearers": 0}
     token = actor.call(lock, "detach")
+    late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
     taken = other.do(partial(attach, either, token))
     drive = lock._drive if either.face == "sync" else lock._adrive
     assert actor.do(lambda: drive(execute(either.protocol.dialect.detach, late))) == []
-    assert either.row("k")["count"] == 2
-    actor.call(lock, "release")
+    assert other.call(taken, "verify")
     other.call(taken, "release")
-    assert either.row("k")["owner"] is None
 
 
-def test_one_that_attaches_beside_a_bearer_is_counted(either: Subject, actor: Actor, other: Actor) -> None:
-    """The one has adopted the tenure (as a Celery worker does), the other attached by the same token."""
-    lock, adopted, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
-    actor.call(lock, "acquire")
-    text = actor.call(lock, "detach")
-    drive = adopted._drive if either.face == "sync" else adopted._adrive
-    assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
-    attached = other.do(partial(attach, either, text))
-    actor.call(adopted, "release")
-    assert other.call(attached, "verify")
-    assert actor.call(rival, "acquire", blocking=False) is False
-    other.call(attached, "release")
-    assert either.row("k")["owner"] is None
-
-
-def test_each_token_of_a_bearer_is_counted(either: Subject, actor: Actor, other: Actor) -> None:
-    """A flow that has adopted the tenure hands over two of its entries: the key stays closed until both are used."""
-    lock, adopted, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
-    actor.call(lock, "acquire")
-    text = actor.call(lock, "detach")
-    drive = adopted._drive if either.face == "sync" else adopted._adrive
-    assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
-    actor.call(adopted, "acquire")
-    actor.call(adopted, "acquire")
-    tokens = [actor.call(adopted, "detach") for _ in range(2)]
-    assert either.run("SELECT tokens FROM locks") == [(2,)]
-    actor.call(adopted, "release")
-    for token in tokens:
-        assert actor.call(rival, "acquire", blocking=False) is False
-        other.call(other.do(partial(attach, either, token)), "release")
-    assert either.row("k")["owner"] is None
-
-
-def test_a_bearer_of_the_same_flow_is_counted_too(either: Subject, actor: Actor) -> None:
-    """Which attached through another engine or alias: the row's count tells, though not who that was."""
-    lock, rival = either.lock("k", ttl=30), either.lock("k")
-    actor.call(lock, "acquire")
-    actor.call(lock, "acquire")
-    token = actor.call(lock, "detach")
-    bearer = actor.do(partial(attach, twin(either), token))
-    actor.call(bearer, "acquire")
-    actor.call(lock, "release")
-    assert either.row("k")["count"] == 2
-    actor.call(bearer, "release")
-    assert actor.call(bearer, "verify")
-    assert actor.call(rival, "acquire", blocking=False) is False
-    actor.call(bearer, "release")
-    assert either.row("k")["owner"] is None
-
-
-def test_a_token_can_be_used_twice(either: Subject, actor: Actor, other: Actor) -> None:
-    """Both bearers hold the tenure; re-entry by one of them counts too."""
-    lock = either.lock("k", ttl=30)
-    actor.call(lock, "acquire")
-    token = actor.call(lock, "detach")
-    one, two = (each.do(lambda: attach(either, token)) for each in (actor, other))
-    assert either.row("k")["count"] == 2
-    assert other.get(two, "count") == 2
-    assert other.call(two, "acquire") is True
-    assert (either.row("k")["count"], other.get(two, "count")) == (3, 3)
-    other.call(two, "release")
-    actor.call(one, "release")
-    assert either.row("k")["count"] == 1
-    assert other.call(two, "verify") is True
-    other.call(two, "release")
-    assert either.row("k")["owner"] is None
+def test_two_flows_use_one_token_at_once(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """Exactly one has it; the other is told so."""
+    holder, *bearers = actors(3)
+    lock = protocol.lock("k", ttl=30)
+    for _ in range(20):
+        holder.call(lock, "acquire")
+        token = holder.call(lock, "detach")
+        calls = [bearer.start(partial(attach, protocol, token)) for bearer in bearers]
+        failed = [call.exception(20) for call in calls]
+        assert [getattr(error, "reason", error) for error in failed].count(Reason.USED) == 1
+        first = failed.index(None)
+        bearers[first].call(calls[first].result(), "release")
+    assert protocol.row("k")["owner"] is None
 
 
 def test_the_token_of_an_ended_tenure_is_refused(protocol: Subject, actor: Actor, other: Actor) -> None:
@@ -749,25 +672,23 @@ def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor
     """Garbage, wrong types, and whatever a stranger makes up: an error of ours, and nothing changed in the table."""
     lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
-    actor.call(lock, "acquire")
     sequencer = actor.get(lock, "sequencer")
     token = actor.call(lock, "detach")
     prefix, packed = token.split(".")
     values = json.loads(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))
-    key, owner, fence, ttl, grace, min_hold, counted = values
+    key, owner, fence, ttl, grace, min_hold = values
 
-    def made(*values: Any, counted: Any = (counted,)) -> str:
-        text = json.dumps([*values, *counted])
+    def made(*values: Any) -> str:
+        text = json.dumps(values)
         return f"{prefix}.{base64.urlsafe_b64encode(text.encode()).decode().rstrip('=')}"
 
-    assert made(*values[:-1]) == token
+    assert made(*values) == token
     before = either.row("k")
     malformed: list[Any] = [
         *("", "x", prefix, f"{prefix}.", f"{prefix}.!", f"{prefix}.{'A' * 5}", f"{prefix}.e30", packed, token[:-9]),
         *(f" {token}", token + "A" * 4, token.upper(), sequencer, "☂", "\0", "[" * 100_000),
         *(None, 0, 1.5, True, token.encode(), [token], object()),
-        *(made(), made(key), made(key, owner, fence, ttl, grace), made(*values)),
-        *(made(*values[:-1], counted=odd) for odd in list[Any](([], [2], [-1], [None], ["1"], [[]], [{}]))),
+        *(made(), made(key), made(key, owner, fence, ttl, grace), made(*values, 1)),
         *(made("", owner, fence, ttl, grace, min_hold), made("a\0", owner, fence, ttl, grace, min_hold)),
         *(made(odd, owner, fence, ttl, grace, min_hold) for odd in list[Any]((None, 1, "x" * 256, "\ud800", ["k"]))),
         *(made(key, odd, fence, ttl, grace, min_hold) for odd in list[Any]((None, "", 1, "x" * 65, "é", [owner], {}))),
@@ -812,8 +733,7 @@ def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor
             other.do(partial(attach, either, strange))
     assert either.row("k") == before
     assert either.run("SELECT count(*) FROM locks") == [(1,)]
-    assert actor.call(lock, "verify") is True
-    actor.call(lock, "release")
+    other.call(other.do(partial(attach, either, token)), "release")
 
 
 def test_the_owner_is_in_no_repr(either: Subject, actor: Actor, other: Actor) -> None:

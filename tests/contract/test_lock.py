@@ -291,9 +291,9 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
 
     for stranger in strangers:
         assert attack(tenures.extend(protocol.protocol, stranger, 600.0)) is None
-        assert attack(tenures.reenter(protocol.protocol, stranger, 1, 600.0)) is None
+        assert attack(tenures.set_count(protocol.protocol, stranger, 2, 600.0, 600.0)) is None
         assert attack(tenures.verify(protocol.protocol, stranger)) is False
-        assert attack(tenures.release(protocol.protocol, stranger, 1)) == tenures.Left(in_time=False)
+        assert attack(tenures.release(protocol.protocol, stranger)) == tenures.Left(in_time=False)
     assert protocol.row("k") == before
     actor.call(lock, "release")
 

@@ -412,6 +412,9 @@ def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> N
 
     lock = other.do((lambda: attach(token)) if either.face == "sync" else aattach)
     assert other.get(lock, "fence") == found.fence
+    with pytest.raises(LockLost) as used:
+        actor.do((lambda: attach(token)) if either.face == "sync" else aattach)
+    assert used.value.reason is Reason.USED
     assert actor.call(rw.write(), "acquire", blocking=False) is False
     other.call(lock, "release")
     assert actor.call(rw.write(), "acquire", blocking=False) is True
@@ -542,6 +545,9 @@ def test_what_a_token_brings_is_of_its_kind(either: Subject, actor: Actor, other
         return await attach()
 
     lock = other.do(attach if either.face == "sync" else aattach)
+    with pytest.raises(LockLost) as used:
+        actor.do(attach if either.face == "sync" else aattach)
+    assert used.value.reason is Reason.USED
     assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
     other.call(lock, "release")
     with pytest.raises(WrongKind):

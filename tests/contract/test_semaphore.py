@@ -24,6 +24,7 @@ from dblock.core.errors import (
     LockNotHeld,
     LockTimeout,
     PermitNotHeld,
+    Reason,
     WrongKind,
 )
 from tests.conftest import ALIASES, DATABASES, ready
@@ -398,6 +399,9 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
 
     attached = other.do(attach if either.face == "sync" else aattach)
     assert [attached.slot] == in_use(either)
+    with pytest.raises(LockLost) as used:
+        actor.do(attach if either.face == "sync" else aattach)
+    assert used.value.reason is Reason.USED
     other.call(attached, "release")
     assert in_use(either) == []
 

@@ -37,7 +37,6 @@ from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import forget
-from dblock.core.lock.entering import adopt
 from dblock.core.lock.executor import BaseStore
 from dblock.core.lock.leaving import leave
 from dblock.core.lock.locks import SyncLock
@@ -50,7 +49,7 @@ from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
-from dblock.core.tokens import Token
+from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer
@@ -101,7 +100,7 @@ class FakeStore:
             return self.answers[name](step)
         if name == "renew":
             return [()] * len(json.loads(str(step.parameters["leases"])))
-        replies: dict[str, Rows] = {"take": [(7,)], "inspect": [], "release": [(0,)], "leave": [(0,)], "adopt": [(1,)]}
+        replies: dict[str, Rows] = {"take": [(7,)], "inspect": [], "release": [(0,)]}
         return replies.get(name, [()])
 
     async def aexecute(self, step: Execute) -> Rows:
@@ -123,7 +122,7 @@ def columns_of(info: LockInfo) -> tuple[Any, ...]:
     return (
         *(info.owner, info.fence, info.count, info.ttl, info.age, info.remaining, info.label),
         *(who.host, who.pid, who.thread, who.program, who.celery_task_id),
-        *(info.revoked_fence, info.freed_fence, info.revocation, info.bearers),
+        *(info.revoked_fence, info.freed_fence, info.revocation),
     )
 
 
@@ -546,31 +545,114 @@ def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStor
         assert (hold.lease.loss is None) is flow_first
 
 
-@pytest.mark.parametrize("leaves", ["release", "detach"])
-def test_leaving_what_was_adopted_is_sent_again(store: FakeStore, leaves: str) -> None:
-    """After a lost answer, with the count and the bearers that prove that its flow is still alone."""
-    lock, sent = FakeLock(store), list[tuple[int, int]]()
-    assert drive(adopt(lock, Token(TENURE, 30.0, 0.0, 0.0)), store)
-    execute = store.execute
+def test_a_detach_is_sent_again(store: FakeStore) -> None:
+    """After a lost answer, with the same secret."""
+    lock, sent, execute = FakeLock(store), list[Any](), store.execute
+    lock.acquire()
 
     def lose_the_first(step: Execute) -> Rows:
-        if step.statement.name in {"leave", "detach"}:
-            sent.append((int(step.parameters["count"]), int(step.parameters["bearers"])))
+        if step.statement.name == "detach":
+            sent.append(dict(step.parameters))
             if len(sent) == 1:
                 raise StoreUnanswered("lost")
         return execute(step)
 
     store.execute = lose_the_first  # type: ignore[method-assign]
-    getattr(lock, leaves)()
-    assert sent == [(1, 1), (1, 1)]
+    token = valid_token(lock.detach())
+    assert sent[0] == sent[1]
+    assert sent[0]["heir"] == token.tenure.owner
+    assert lock.state is None
 
 
-def test_what_was_adopted_is_left_and_not_handed_over(store: FakeStore) -> None:
-    """A bearer of the same token may have attached beside it: the row's count tells."""
+def test_a_detach_that_was_used_before_its_answer_is_no_loss(store: FakeStore) -> None:
+    """The token was given away before; the answer to the first sending was lost, and its bearer has the tenure."""
+    lost = list[Reason]()
+    lock = FakeLock(store, on_lost=lambda _, reason: lost.append(reason))
+    lock.acquire()
+    who = Identity("h", 1, "t", "p", "")
+    store.answers["detach"] = lambda _: []
+    store.answers["inspect"] = lambda _: [columns_of(LockInfo("k", "bearer", 7, 1, 30.0, 1.0, 29.0, "", who))]
+    assert lock.detach()
+    assert lock.state is None
+    with pytest.raises(LockNotHeld):
+        lock.release()
+    assert not lost
+
+
+@pytest.mark.parametrize("error", [LockStoreError("away"), StoreUnanswered("away"), KeyboardInterrupt()])
+def test_a_detach_that_failed_leaves_the_hold(store: FakeStore, error: BaseException) -> None:
+    """It is renewed as before: the next renewal finds out whether the tenure was handed over."""
     lock = FakeLock(store)
-    assert drive(adopt(lock, Token(TENURE, 30.0, 0.0, 0.0)), store)
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+
+    def fail(_: Execute) -> Rows:
+        assert not runtime.current.watchdog.is_watching(hold), "a renewal under way would report a loss"
+        raise error
+
+    store.answers["detach"] = fail
+    with pytest.raises(type(error)):
+        lock.detach()
+    assert runtime.current.watchdog.is_watching(hold)
+    assert lock.state == "held"
+    secret = hold.secret
+    store.answers["detach"] = lambda step: [()] if step.parameters["heir"] == secret else []
+    assert valid_token(lock.detach()).tenure.owner == secret, "the first may yet be executed"
+
+
+def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeStore) -> None:
+    """It names the owner before, and finds no such tenure."""
+    lost = list[Reason]()
+    lock = FakeLock(store, on_lost=lambda _, reason: lost.append(reason))
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    renewal = Renewal(store, [hold], runtime.current.watchdog)
+    _ = lock.detach()
+    store.answers |= {"renew": lambda _: [], "alive": lambda _: []}
+    drive(renewal.steps(), store)
+    assert hold.lease.loss is None
+    assert not hold.loss_reported
+    assert not lost
+
+
+def test_a_re_entry_is_not_undone_when_it_is_interrupted(store: FakeStore) -> None:
+    """The count of the row is only shown: the key is free when the outer block is left."""
+    lock = FakeLock(store)
+    lock.acquire()
+
+    def interrupted(_: Execute) -> Rows:
+        raise KeyboardInterrupt
+
+    store.answers["set_count"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    assert lock.count == 1
     lock.release()
-    assert store.sent[-1] == "leave"
+    assert store.sent == ["take", "set_count", "release"]
+
+
+@pytest.mark.parametrize(
+    ("options", "ttl", "life"),
+    [({}, 30, 0.0), ({}, 20, 0.0), ({}, 40, 40.0), ({"renew": False}, 30, 30.0)],
+    ids=["as long", "shorter", "longer", "not renewed"],
+)
+def test_a_re_entry_makes_the_lease_longer_only_if_no_renewal_does(
+    store: FakeStore, options: dict[str, Any], ttl: float, life: float
+) -> None:
+    """Else it costs no flush of the disk."""
+    lives, lock = list[Any](), FakeLock(store, ttl=30, **options)
+    lock.acquire()
+
+    def note(step: Execute) -> Rows:
+        lives.append(step.parameters["life"])
+        return [()]
+
+    store.answers["set_count"] = note
+    inner = FakeLock(store, ttl=ttl, **options)
+    inner.acquire()
+    inner.release()
+    assert lives == [life, 0.0]
+    lock.release()
 
 
 def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
@@ -954,22 +1036,6 @@ def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) ->
     lock.release()
 
 
-def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
-    """Two flows of this process that hold one tenure, with different ttls: the row gets one of them, the longer."""
-    written: list[Any] = []
-
-    def renew(step: Execute) -> Rows:
-        written.append(json.loads(str(step.parameters["leases"])))
-        return [()]
-
-    store.answers["renew"] = renew
-    grant = Grant(TENURE, clock.now(), 30.0)
-    long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN) for _ in range(2))
-    short.lease.reset(2.0, clock.now() + 1.8)
-    drive(Renewal(store, [long, short], runtime.current.watchdog).steps(), store)
-    assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_row_that_is_busy_for_a_moment_is_no_news(
     store: FakeStore, late: bool, caplog: pytest.LogCaptureFixture
@@ -984,19 +1050,6 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
     hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
     drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
-
-
-def test_a_shared_tenure_is_never_shortened(store: FakeStore) -> None:
-    """The flow that attached may rely on the longer lease."""
-    lock = FakeLock(store)
-    lock.acquire()
-    lock.acquire()
-    _ = lock.detach()
-    lock.extend(1)
-    assert "extend" not in store.sent
-    assert 0.8 < lock.remaining <= 0.9
-    store.answers["leave"] = lambda _: [(0,)]
-    lock.release()
 
 
 def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> None:
@@ -1019,16 +1072,20 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     lock.release()
 
 
-def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
-    """Where others count too, as often as it was entered."""
-    lock = FakeLock(store)
+def test_at_exit_a_hold_is_released_however_often_it_was_entered(store: FakeStore) -> None:
+    lock = FakeLock(store, min_hold=5)
     for _ in range(3):
         lock.acquire()
-    store.answers["attach"] = lambda _: [(2,)]
-    _ = lock.detach()
     [hold] = current_flow().holds.values()
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     watch._holds[hold] = None
+    given = list[Any]()
+
+    def note(step: Execute) -> Rows:
+        given.append(step.parameters["min_hold"])
+        return [(0,)]
+
+    store.answers["release"] = note
     watch.close()
-    assert store.sent[-2:] == ["leave", "leave"]  # the last of them leaves it to the token's bearer
+    assert (store.sent[-2:], given) == (["set_count", "release"], [5.0])
     runtime.current.watchdog.discard(hold)

@@ -30,6 +30,7 @@ from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
+from dblock.core.tokens import new_secret
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
@@ -79,7 +80,7 @@ class Flow:
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
             self.holding = False
-            assert (yield from handover.release(site, HandoverRecord.of(grant), 1))
+            assert (yield from handover.release(site, HandoverRecord.of(grant)))
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
 
@@ -179,10 +180,10 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
-        def release(site: Any, held: HandoverRecord, count: int) -> Any:
+        def release(site: Any, held: HandoverRecord) -> Any:
             if held.ticket and (yield from handover.grant(site, held.tenure.key, held.ticket + 1, held)):
                 return True
-            left = yield from tenures.release(site.database, held.tenure, count)
+            left = yield from tenures.release(site.database, held.tenure)
             if left.waiting and not held.ticket:
                 _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
             return True
@@ -461,7 +462,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.waiters["dead"]["expires_at"] = world.time
     world.wakeups.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), busy) is True
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), busy) is True
     assert world.rows["k"]["owner"] is None
     assert wakeup.consume()
     world.wakeups.unregister("k", tickets[1], wakeup)
@@ -478,7 +479,7 @@ def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
         ticket = joining(world, f"dead{number}")
         _ = world._announce({"key": "k", "ticket": ticket})
         world.waiters[f"dead{number}"]["expires_at"] = world.time
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), {}) is True
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), {}) is True
     assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
 
 
@@ -661,17 +662,17 @@ class _Lent:
 
 
 @pytest.mark.parametrize(
-    ("owner", "bearers", "near"),
-    [("a" * 24, 0, True), ("a" * 8 + "b" * 16, 0, True), ("b" * 24, 0, False), ("a" * 24, 1, False), (None, 0, False)],
-    ids=["same flow", "another process", "another machine", "handed over", "free"],
+    ("owner", "near"),
+    [("a" * 24, True), ("a" * 8 + "b" * 16, True), ("b" * 24, False), (new_secret(), False), (None, False)],
+    ids=["same flow", "another process", "another machine", "in hand-over", "free"],
 )
-def test_a_holder_is_near_by_its_token(owner: str | None, bearers: int, near: bool) -> None:
+def test_a_holder_is_near_by_its_token(owner: str | None, near: bool) -> None:
     """It calls the waiter's socket: one whose token begins with the same machine. Hosts may all have one name."""
     waiter = Waiter(World().site(), wish(flow="a" * 24), 9e9, 9e9)
     waiter.enter(None)
     waiter.listen_after = 60.0
     who = Identity(waiter.request.host, 1, "t", "p", "")
-    waiter.holder = LockInfo("k", owner, 7, 1, 30.0, 1.0, 29.0, "", who, bearers=bearers)
+    waiter.holder = LockInfo("k", owner, 7, 1, 30.0, 1.0, 29.0, "", who)
     assert waiter._is_notified() is False, "without a socket"
     waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
     assert waiter._is_notified() is near

@@ -328,8 +328,8 @@ def tries_for_ever(patch: Callable[..., None]) -> None:
 def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
     """A flow that has handed the key over releases it as well, in case it had not."""
 
-    def anyhow(site: Any, held: HandoverRecord, count: int) -> Any:
-        left = yield from tenures.release(site.database, held.tenure, count)
+    def anyhow(site: Any, held: HandoverRecord, **_options: Any) -> Any:
+        left = yield from tenures.release(site.database, held.tenure)
         if left.waiting:
             _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
         return True

@@ -161,7 +161,8 @@ def test_a_strangers_lock_on_what_is_held(
         with pytest.raises(LockStoreError):
             actor.call(lock, what, *HELD[what])
     if what != "release":  # which has left it to its end
-        assert actor.call(lock, "verify") is True
+        # MySQL may execute the detach when the client has given up: then it is sent again, with the same secret.
+        assert what == "detach" or actor.call(lock, "verify") is True
         actor.call(lock, what, *HELD[what])
         if what == "acquire":
             actor.call(lock, "release")

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 
 import sqlalchemy_dblock
 from dblock.core.clock import now
-from dblock.core.errors import LockLost
+from dblock.core.errors import LockLost, Loss
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
@@ -106,38 +106,33 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
     """Everything that the holder of a tenure can say, said in its name; and what it must answer."""
     database = store.database
     request: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
+    request |= {"ttl": 900.0, "life": 900.0}
     until = now() + 5
     steps: dict[str, Any] = {
         "renew": lambda: tenures.renew(database, [(tenure, 900.0)], until),
         "extend": lambda: tenures.extend(database, tenure, 900.0),
-        "reenter": lambda: tenures.reenter(database, tenure, 1, 900.0),
-        "attach": lambda: tenures.attach(database, tenure, request, 900.0, 0.0),
-        "adopt": lambda: tenures.adopt(database, tenure, request, 900.0, 0.0),
-        "detach": lambda: tenures.detach(database, tenure, 900.0, 0.0),
-        "first detach": lambda: tenures.detach(database, tenure, 900.0, 0.0, count=1),
-        "release": lambda: tenures.release(database, tenure, 1),
-        "inner release": lambda: tenures.release(database, tenure, 2),
-        "leave": lambda: tenures.leave(database, tenure, 900.0, 0.0, count=1),
-        "leave later": lambda: tenures.leave(database, tenure, 900.0, 900.0),
+        "set_count": lambda: tenures.set_count(database, tenure, 2, 900.0, 900.0),
+        "inner release": lambda: tenures.set_count(database, tenure, 1),
+        "attach": lambda: tenures.attach(database, tenure, "a stranger", request),
+        "detach": lambda: tenures.detach(database, tenure, "token", 900.0),
+        "release": lambda: tenures.release(database, tenure),
+        "release later": lambda: tenures.release(database, tenure, 900.0),
         "verify": lambda: tenures.verify(database, tenure),
     }
     answers = {name: drive(step(), store) for name, step in steps.items()}
-    answers["renew"] = answers["renew"][1]
+    answers["renew"], answers["attach"] = answers["renew"][1], type(answers["attach"])
     return answers
 
 
 NOTHING: dict[str, Any] = {
     "renew": {},
     "extend": None,
-    "reenter": None,
-    "attach": None,
-    "adopt": None,
+    "set_count": None,
+    "inner release": None,
+    "attach": Loss,
     "detach": False,
-    "first detach": False,
     "release": tenures.Left(in_time=False),
-    "inner release": tenures.Left(in_time=False),
-    "leave": tenures.Left(in_time=False),
-    "leave later": tenures.Left(in_time=False),
+    "release later": tenures.Left(in_time=False),
     "verify": False,
 }
 

@@ -58,6 +58,7 @@ VERSION: Final = "1.0.0"
 GOLDEN: Final = Path(__file__).parent / "golden" / VERSION
 MODULES: Final = ("dblock", "dblock.celery", "dblock.testing", "sqlalchemy_dblock")
 OWNER: Final = "0123456789abcdef" * 2
+SECRET: Final = f"token-{OWNER}"
 FENCE: Final = 1_700_000_000_000_001
 
 
@@ -77,11 +78,11 @@ def tokens() -> dict[str, Token]:
     """One of each kind."""
     spans = 30.0, 1.5, 0.0
     return {
-        "lock": Token(Tenure("stock:42", OWNER, FENCE), *spans),
-        "not counted": Token(Tenure("库存:42", OWNER, FENCE), *spans, counted=False),
-        "reader": Token(Tenure(reader_key("doc", "0" * 16), OWNER, FENCE), *spans, kind=KeyKind.READ_WRITE),
-        "writer": Token(Tenure("doc", OWNER, FENCE), *spans, kind=KeyKind.READ_WRITE),
-        "permit": Token(Tenure(slot_key("api", 2), OWNER, FENCE), *spans, kind=KeyKind.SEMAPHORE),
+        "lock": Token(Tenure("stock:42", SECRET, FENCE), *spans),
+        "another key": Token(Tenure("库存:42", SECRET, FENCE), *spans),
+        "reader": Token(Tenure(reader_key("doc", "0" * 16), SECRET, FENCE), *spans, kind=KeyKind.READ_WRITE),
+        "writer": Token(Tenure("doc", SECRET, FENCE), *spans, kind=KeyKind.READ_WRITE),
+        "permit": Token(Tenure(slot_key("api", 2), SECRET, FENCE), *spans, kind=KeyKind.SEMAPHORE),
     }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import multiprocessing
+import os
 import re
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core import clock
+from dblock.core.errors import Reason
 from dblock.core.wakeup.registry import Wakeup
 from dblock.drivers.tried import TRIED
 from sqlalchemy_dblock import (
@@ -34,6 +38,7 @@ from sqlalchemy_dblock import (
     LockTimeout,
     StoreConflict,
     UnsupportedDatabase,
+    attach,
     db_leader,
     db_lock,
     db_locks,
@@ -876,3 +881,35 @@ def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -
     pool = store_for(engine)._source
     assert isinstance(pool, EnginePool)
     assert not any(slots.lent for slots in pool._slots)
+
+
+def _attach(database: str, token: str, begin: float) -> tuple[str, int]:
+    """In a process of its own: use the token at that moment."""
+    engine = create_engine(url(database))
+    with db_lock(engine, f"warm {os.getpid()}"):
+        time.sleep(max(begin - time.time(), 0.0))
+    try:
+        lock = attach(engine, token)
+    except LockLost as error:
+        return str(error.reason), 0
+    time.sleep(1.0)
+    _ = lock.verify()
+    found = "held", lock.fence or 0
+    lock.release()
+    return found
+
+
+@pytest.mark.parametrize("database", ["sqlite", *SERVERS])
+def test_two_processes_with_one_token(request: pytest.FixtureRequest, database: str) -> None:
+    """Exactly one of them gets the hold."""
+    ready(request, database)
+    engine = create_engine(url(database))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
+        for number in range(4):
+            with db_lock(engine, "k", ttl=30) as lock:
+                fence, token, begin = lock.fence, lock.detach(), time.time() + (0.5 if number else 5.0)
+            found = list(processes.map(_attach, [database] * 2, [token] * 2, [begin] * 2))
+            assert sorted(found) == [("held", fence), (str(Reason.USED), 0)]
+    with db_lock(engine, "k", timeout=0):
+        pass
+    engine.dispose()

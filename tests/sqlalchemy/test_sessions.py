@@ -8,7 +8,6 @@ import gc
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core.observing.events import Kind
-from sqlalchemy_dblock import LockNotHeld, LockStoreError, attach, db_lock, observe
+from sqlalchemy_dblock import LockError, LockNotHeld, LockStoreError, db_lock, observe
 from tests.conftest import INNODB, SERVERS, ready, run, url
 
 DRIVERS = [
@@ -272,22 +271,18 @@ def test_a_session_that_is_thrown_away_leaves_it_to_another_one(database: str, e
     assert others_get_in(database)
 
 
-@pytest.mark.parametrize("first", ["the session", "the bearer"])
-def test_what_is_kept_may_be_handed_over(database: str, engine: Engine, first: str) -> None:
-    """To a bearer beside the session: the key is free when both have ended."""
-    with Session(engine) as session, ThreadPoolExecutor(1) as another:
+def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine) -> None:
+    """The session's end would release it beside its bearer."""
+    with Session(engine) as session:
         lock = db_lock(engine, "k", session=session)
         with lock:
             session.execute(text("SELECT 1"))
         lock.acquire()
-        heir = another.submit(attach, engine, lock.detach()).result()
-        ends: dict[str, Callable[[], Any]] = {
-            "the session": session.commit,
-            "the bearer": lambda: another.submit(heir.release).result(),
-        }
-        for end in (ends.pop(first), *ends.values()):
-            assert not others_get_in(database)
-            end()
+        with pytest.raises(LockError, match="cannot be detached while a transaction keeps it"):
+            lock.detach()
+        lock.release()
+        assert not others_get_in(database)
+        session.commit()
         assert others_get_in(database)
 
 

@@ -21,7 +21,7 @@ def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20, awa
     """A key's row as `list_keys` answers it."""
     who = ("old label", "old host", 1, "old thread", "old program", "old task")
     count = 0 if owner is None else 1
-    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 3, 0, 0, awaiting, waiting)
+    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 0, 0, awaiting, waiting)
 
 
 _LIST: Final[Record] = {"after": "", "upto": "~", "most": 10, "free": 0}

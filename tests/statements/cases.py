@@ -159,8 +159,6 @@ REQUEST: Final[Record] = {
     "fair": 1,
     "handovers_left": 0,
     "covers": 0,
-    "bearers": 3,
-    "counted": 1,
     "min_hold": 0.0,
     "after": "",
     "names": '["k"]',
@@ -203,8 +201,6 @@ def held(key: str = "k", **differently: Any) -> Record:
         "revoked_fence": 6,
         "freed_fence": 5,
         "revocation": "root: please",
-        "tokens": 0,
-        "bearers": 3,
         "kind": 0,
         "reading": 0,
         "awaiting_fence": 6,
@@ -215,7 +211,7 @@ def held(key: str = "k", **differently: Any) -> Record:
 
 def free(key: str = "k", **differently: Any) -> Record:
     """The row of a key that was given back five seconds ago."""
-    return held(key, **{"owner": None, "count": 0, "expires_at": At(-5), "tokens": 2, **differently})
+    return held(key, **{"owner": None, "count": 0, "expires_at": At(-5), **differently})
 
 
 def waiter(owner: str, ticket: int, **differently: Any) -> Record:

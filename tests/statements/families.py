@@ -15,11 +15,10 @@ _OF_EACH: Final = (*keys.CASES, *waiters.CASES, *sharing.CASES, *administrators.
 DURABLE: Final = (
     "take",
     "create",
-    "reenter",
+    "set_count",
     "extend",
     "renew",
     "attach",
-    "adopt",
     "detach",
     "accept",
     "hand_over_local",
@@ -33,7 +32,7 @@ DURABLE: Final = (
 )
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
 FAST: Final = (
-    *("release", "leave", "reap", "join", "announce", "adopt_place", "leave_queue", "confirm", "clear", "forget"),
+    *("release", "reap", "join", "announce", "adopt_place", "leave_queue", "confirm", "clear", "forget"),
     *("note", "trim", "alone", "end_expired", "leave_read", "leave_slot"),
 )
 """What may be lost, and so does not wait for the disk."""
@@ -54,14 +53,12 @@ BOUNDED: Final = {
     "postgresql": {
         _ROW: (
             "take",
-            "reenter",
+            "set_count",
             "extend",
             *_LATER,
             "attach",
-            "adopt",
             "detach",
             "release",
-            "leave",
             "reap",
             *_OUTSIDE,
             *("read", "alone", "await_leaving", "leave_read", "leave_slot"),
@@ -92,14 +89,12 @@ BOUNDED: Final = {
 
 GRANT_RETRY: Final = [
     *(
-        "reenter",
+        "set_count",
         "extend",
         "renew",
         "attach",
-        "adopt",
         "detach",
         "release",
-        "leave",
         "join",
         "announce",
         "accept",
@@ -143,7 +138,10 @@ def _families() -> Iterator[Case]:
         stronger = {"synchronous_commit": "remote_apply"}
         session = "synchronous_commit = remote_apply"
         yield replace(case, behaviour=behaviour, session=session, shows=stronger, after={})
-    kept_closed = next(case for case in _OF_EACH if case.statement == "leave" and case.given.get("min_hold"))
+    as_long = next(case for case in _OF_EACH if case.statement == "set_count" and case.given.get("life") == 0.0)
+    behaviour = "it does not wait for the disk if the lease gets no longer"
+    yield replace(as_long, on=("postgresql",), behaviour=behaviour, durable=False)
+    kept_closed = next(case for case in _OF_EACH if case.statement == "release" and case.given.get("min_hold"))
     behaviour = "min_hold outlasts a crash"
     yield replace(
         kept_closed, on=("postgresql",), behaviour=behaviour, session="synchronous_commit = off", durable=True
@@ -172,7 +170,7 @@ def _families() -> Iterator[Case]:
 
 
 ASKING: Final = (
-    *("take", "create", "grant", "accept", "hand_over_local", "attach", "adopt"),
+    *("take", "create", "grant", "accept", "hand_over_local", "attach"),
     *("read", "take_slot", "end_expired", "reap"),
 )
 """The statements that begin a tenure, let somebody enter one, or delete a row that keeps others out."""

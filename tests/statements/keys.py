@@ -36,8 +36,6 @@ BEGUN: Final = {
     "owner": "me",
     "fence": CLOCK,
     "count": 1,
-    "tokens": 0,
-    "bearers": 0,
     "reading": 1,
     "ttl": 60.0,
     "acquired_at": NOW,
@@ -223,7 +221,6 @@ _INSPECT: Final = (
                     6,
                     5,
                     "root: please",
-                    3,
                     2,
                     1,
                     0,
@@ -235,7 +232,7 @@ _INSPECT: Final = (
         "inspect",
         "and whether its tenure has waited for shares",
         keys=[held(awaiting_fence=7)],
-        reply=[("me", 7, 1, 30.0, ..., ..., *[...] * 6, 6, 5, "root: please", 3, 0, 0, 1)],
+        reply=[("me", 7, 1, 30.0, ..., ..., *[...] * 6, 6, 5, "root: please", 0, 0, 1)],
     ),
     Case("inspect", "none where there is none", keys=[held("j")]),
     Case(
@@ -246,17 +243,25 @@ _INSPECT: Final = (
     ),
 )
 
-_REENTER: Final = (
+_SET_COUNT: Final = (
     Case(
-        "reenter",
-        "the count is one more than the flow's, and the lease lasts one life more",
+        "set_count",
+        "the count is what its flow says, and the lease lasts one life more",
         keys=[held(count=1), held("j")],
-        given={"count": 3},
+        given={"count": 4},
         reply=DONE,
         after={"k": {"count": 4, "expires_at": At(61)}},
     ),
-    *lasts_longer("reenter", DONE, {"count": 2}),
-    *of_tenure("reenter"),
+    Case(
+        "set_count",
+        "without a life the lease stays as it is",
+        keys=[held(count=3)],
+        given={"count": 2, "life": 0.0},
+        reply=DONE,
+        after={"k": {"count": 2}},
+    ),
+    *lasts_longer("set_count", DONE, {"count": 2}, {"count": 2}),
+    *of_tenure("set_count"),
 )
 
 _EXTEND: Final = (
@@ -371,89 +376,40 @@ _ALIVE: Final = (
     ),
 )
 
-_BEARER: Final[Record] = {**WHO, "bearers": 4}
-"""What a row says of a bearer, which has entered by a token."""
+_HELD_BY_HEIR: Final[Record] = {**WHO, "owner": "heir", "count": 1, "ttl": 60.0, "expires_at": At(61)}
+_TOKENS: Final[Record] = {"owner": "heir", "count": 0, "ttl": 61.0, "expires_at": At(61)}
 
-_ATTACH: Final = (
-    Case(
-        "attach",
-        "the count is one more, the lease lasts one life more, and the row says who entered",
-        keys=[held(count=2), held("j")],
-        reply=[(3,)],
-        after={"k": {**_BEARER, "count": 3, "expires_at": At(61)}},
-    ),
-    Case(
-        "attach",
-        "a tenure that nobody is in is entered, and its token is out no more",
-        keys=[held(count=0, tokens=2)],
-        reply=[(1,)],
-        after={"k": {**_BEARER, "count": 1, "tokens": 1, "expires_at": At(61)}},
-    ),
-    Case(
-        "attach",
-        "a token that is not counted leaves the others out",
-        keys=[held(tokens=2)],
-        given={"counted": 0},
-        reply=[(2,)],
-        after={"k": {**_BEARER, "count": 2, "expires_at": At(61)}},
-    ),
-    *lasts_longer("attach", [(2,)], {**_BEARER, "count": 2}),
-    *of_tenure("attach"),
-)
 
-_ADOPT: Final = (
-    Case(
-        "adopt",
-        "a tenure that nobody is in is entered, its lease is set, and the row says who entered",
-        keys=[held(count=0, tokens=2), held("j", count=0)],
-        reply=[(4,)],
-        after={"k": {**_BEARER, "count": 1, "tokens": 0, "ttl": 60.0, "expires_at": At(61)}},
-    ),
-    Case("adopt", "nobody enters where somebody is", keys=[held(count=1)]),
-    Case("adopt", "not even who is in it", keys=[held(count=1, **WHO)]),
-    *of_tenure("adopt", count=0),
-)
+def _changes_hands(statement: str, after: Record, count: int) -> Iterator[Case]:
+    """The owner is another one, once."""
+    yield Case(
+        statement,
+        "the tenure is the heir's, with a lease of its own",
+        keys=[held(count=count), held("j", count=count)],
+        reply=DONE,
+        after={"k": after},
+    )
+    yield Case(statement, "it may be sent twice", keys=[held(owner="heir")], reply=DONE, after={"k": after})
+    yield Case(statement, "not a later tenure of the heir", keys=[held(owner="heir", fence=8)])
+    yield Case(statement, "not one of the heir whose lease has ended", keys=[held(owner="heir", expires_at=At(-0.5))])
+    yield Case(statement, "not another key's of the heir", keys=[held("j", owner="heir")])
+    yield from of_tenure(statement, count=count)
 
-_COUNTING: Final = {"count": 0}
-"""The parameters of who does not count alone."""
 
 _DETACH: Final = (
+    *_changes_hands("detach", _TOKENS, 3),
+    *lasts_longer("detach", DONE, {"owner": "heir", "count": 0, "ttl": 61.0}),
+)
+
+_ATTACH: Final = (
+    *_changes_hands("attach", _HELD_BY_HEIR, 0),
     Case(
-        "detach",
-        "the count is one less, and the lease lasts one life more",
-        keys=[held(count=3), held("j", count=3)],
-        given=_COUNTING,
+        "attach",
+        "whose lease may be shorter",
+        keys=[held(count=0, expires_at=At(100))],
         reply=DONE,
-        after={"k": {"count": 2, "tokens": 1, "expires_at": At(61)}},
+        after={"k": _HELD_BY_HEIR},
     ),
-    Case(
-        "detach",
-        "and a token more is out, when others have entered by one",
-        keys=[held(count=3, tokens=2)],
-        given={**_COUNTING, "bearers": 0},
-        reply=DONE,
-        after={"k": {"count": 2, "tokens": 3, "expires_at": At(61)}},
-    ),
-    Case(
-        "detach",
-        "it is one less than its flow says",
-        keys=[held(count=2)],
-        given={"count": 2},
-        reply=DONE,
-        after={"k": {"count": 1, "tokens": 1, "expires_at": At(61)}},
-    ),
-    Case(
-        "detach",
-        "once, however often that is said",
-        keys=[held(count=1, tokens=1)],
-        given={"count": 2},
-        reply=DONE,
-        after={"k": {"expires_at": At(61)}},
-    ),
-    Case("detach", "its flow does not say so if there are more", keys=[held(count=3)], given={"count": 2}),
-    Case("detach", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
-    *lasts_longer("detach", DONE, {"count": 0, "tokens": 1}, _COUNTING),
-    *of_tenure("detach", given=_COUNTING),
 )
 
 _FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
@@ -467,21 +423,13 @@ RELEASE: Final = (
         reply=[(11,)],
         after={"k": _FREED},
     ),
+    Case("release", "whatever its count", keys=[held(count=2)], reply=[(0,)], after={"k": _FREED}),
     Case(
         "release",
-        "a key that was entered twice stays held, and nobody is told of",
-        keys=[held(count=2, last_ticket=15)],
-        given={"count": 2},
+        "a tenure in hand-over is ended, too",
+        keys=[held(count=0)],
         reply=[(0,)],
-        after={"k": {"count": 1}},
-    ),
-    Case(
-        "release",
-        "the count is what its flow says",
-        keys=[held(count=5)],
-        given={"count": 3},
-        reply=[(0,)],
-        after={"k": {"count": 2}},
+        after={"k": {"owner": None, "expires_at": NOW}},
     ),
     Case(
         "release",
@@ -493,41 +441,9 @@ RELEASE: Final = (
     *of_tenure("release", lease=False),
 )
 
-_LEAVE: Final = (
-    Case("leave", "who is alone frees the key", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
+_MIN_HOLD: Final = (
     Case(
-        "leave",
-        "those who may wait are told of, from the first one not served",
-        keys=[held(last_ticket=15)],
-        reply=[(11,)],
-        after={"k": _FREED},
-    ),
-    Case(
-        "leave",
-        "of two one stays, and nobody is told of",
-        keys=[held(count=2, last_ticket=15)],
-        given={"count": 2},
-        reply=[(0,)],
-        after={"k": {"count": 1}},
-    ),
-    Case(
-        "leave",
-        "of two one stays, whatever the shortest hold is",
-        keys=[held(count=2, last_ticket=15)],
-        given={"min_hold": 25.0, "count": 0},
-        reply=[(0,)],
-        after={"k": {"count": 1}},
-    ),
-    Case(
-        "leave",
-        "a tenure that nobody is in is ended",
-        keys=[held(count=0)],
-        given=_COUNTING,
-        reply=[(0,)],
-        after={"k": {"owner": None, "expires_at": NOW}},
-    ),
-    Case(
-        "leave",
+        "release",
         "the key stays closed for the rest of the shortest hold, is nobody's, and is nobody's turn yet",
         keys=[held(last_ticket=15)],
         given={"min_hold": 25.0},
@@ -535,37 +451,20 @@ _LEAVE: Final = (
         after={"k": {"owner": "", "count": 0, "expires_at": Left(15)}},
     ),
     Case(
-        "leave",
-        "a token that is out keeps the tenure for its bearer, and nobody is told of",
-        keys=[held(last_ticket=15, tokens=1)],
-        reply=[(0,)],
-        after={"k": {"count": 0, "expires_at": At(61)}},
-    ),
-    Case(
-        "leave",
-        "not for less than it has",
-        keys=[held(tokens=1, expires_at=At(100))],
-        reply=[(0,)],
-        after={"k": {"count": 0}},
-    ),
-    Case(
-        "leave",
-        "of two one stays, whatever tokens are out and bearers have entered",
-        keys=[held(count=2, tokens=1)],
-        given={**_COUNTING, "bearers": 0},
-        reply=[(0,)],
-        after={"k": {"count": 1}},
-    ),
-    Case(
-        "leave",
-        "a lease that has ended is not revived for a token",
-        keys=[held(last_ticket=15, tokens=1, expires_at=At(-3))],
+        "release",
+        "the key is free after the shortest hold",
+        keys=[held(last_ticket=15)],
+        given={"min_hold": 5.0},
         reply=[(11,)],
         after={"k": _FREED},
     ),
-    Case("leave", "its flow does not say that it is alone if there are more", keys=[held(count=2)]),
-    Case("leave", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
-    *of_tenure("leave", lease=False),
+    Case(
+        "release",
+        "without a shortest hold nothing stays closed, even if the clock was set back",
+        keys=[held(last_ticket=15, acquired_at=At(100), expires_at=At(130))],
+        reply=[(11,)],
+        after={"k": _FREED},
+    ),
 )
 
 _SEEN: Final = [(1,)]
@@ -613,7 +512,7 @@ _PIN: Final = (
         "the tenure goes on: it is renewed, entered and given back meanwhile",
         keys=[held()],
         reply=_SEEN,
-        then=[Do("renew", leases(("k", "me", 7)), DONE), Do("reenter", {}, DONE), Do("release", {}, [(0,)])],
+        then=[Do("renew", leases(("k", "me", 7)), DONE), Do("set_count", {}, DONE), Do("release", {}, [(0,)])],
         on=SERVERS,
     ),
     Case(
@@ -780,15 +679,14 @@ CASES: Final = (
     *_TAKE,
     *_CREATE,
     *_INSPECT,
-    *_REENTER,
+    *_SET_COUNT,
     *_EXTEND,
     *_RENEW,
     *_ALIVE,
-    *_ATTACH,
-    *_ADOPT,
     *_DETACH,
+    *_ATTACH,
     *RELEASE,
-    *_LEAVE,
+    *_MIN_HOLD,
     *_PIN,
     *_LOCATE,
     *_STALE,

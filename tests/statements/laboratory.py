@@ -343,7 +343,7 @@ class Laboratory:
 KEYS: Final = (
     *("lock_key", "owner", "fence", "count", "ttl", "acquired_at", "expires_at", "label", "host", "pid", "thread"),
     *("program", "celery_task_id", "last_ticket", "served_ticket"),
-    *("revoked_fence", "freed_fence", "revocation", "tokens", "bearers"),
+    *("revoked_fence", "freed_fence", "revocation"),
     *("kind", "reading", "awaiting_fence", "awaiting_channel"),
 )
 PLACES: Final = (

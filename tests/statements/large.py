@@ -39,8 +39,7 @@ SMALL: Final = Case(
     "the rows that the statements are about",
     keys=[
         held("held", expires_at=LIVE),
-        held("open", count=0, expires_at=LIVE),
-        held("queue", owner="other", bearers=0, expires_at=LIVE, last_ticket=MINE, served_ticket=0),
+        held("queue", owner="other", expires_at=LIVE, last_ticket=MINE, served_ticket=0),
         held("dead", owner="other", expires_at=LIVE, last_ticket=MINE, served_ticket=0),
         held("few", owner="other", expires_at=LIVE, last_ticket=3, served_ticket=0),
         held("wanted", owner="me", expires_at=LIVE, last_ticket=1, served_ticket=0),
@@ -94,12 +93,10 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
     noted = {"kind": "lost", "fence": 1, "seconds": 0.5, "detail": "", "label": "", "host": "", "pid": 1, "age": 1.0}
     noted |= {"lock_key": "held", "thread": "", "program": "", "celery_task_id": ""}
     return {
-        **dict.fromkeys(("inspect", "reenter", "extend", "attach", "release", "leave"), Asked(held)),
+        **dict.fromkeys(("inspect", "set_count", "extend", "attach", "detach", "release"), Asked(held)),
         **dict.fromkeys(("pin", "accept", "hand_over_local", "free", "revoke"), Asked(held)),
-        "detach": Asked({**held, "count": 0}),
         "take": Asked({"key": "free"}),
         "create": Asked({"key": "new"}),
-        "adopt": Asked({"key": "open"}),
         **dict.fromkeys(("renew", "alive"), Asked(leases(*((f"held{n}", "me", 7) for n in _NUMBERS)), few)),
         "stale": Asked({"after": "held"}, page),
         "reap": Asked(names(*(f"old{n}" for n in _NUMBERS)), few),

@@ -118,7 +118,7 @@ GRANT: Final = Statement(
     f"""
 UPDATE locks SET
     owner = next.owner, fence = max(fence + 1, {SQL.micros}), count = 1, reading = next.reading,
-    tokens = 0, bearers = 0, ttl = next.ttl,
+    ttl = next.ttl,
     acquired_at = {SQL.now}, expires_at = min(next.expires_at, {SQL.after("next.ttl")}), label = next.label,
     host = next.host, pid = next.pid, thread = next.thread, program = next.program,
     celery_task_id = next.celery_task_id,

@@ -156,7 +156,7 @@ class Member(Flow):
             _ = yield from handover.pass_on(self.house.site, held)
         except Interrupted:
             with contextlib.suppress(LockStoreError):
-                _ = yield from handover.free(self.house.site, held, 1)
+                _ = yield from handover.free(self.house.site, held)
             raise
 
     def _take(self, keys: str, request: Request) -> Steps[list[Grant] | Refused]:
@@ -654,7 +654,7 @@ def _furnish(world: Family, kind: KeyKind, permits: int) -> None:
     for key in ["j", "k"] if kind is KeyKind.LOCK else ["k", *slots]:
         request = wish(key, flow="9.")._replace(kind=int(kind))
         [(fence,)] = world.execute(Execute(world.dialect.create, request.parameters("9.0")))
-        ending = {"key": key, "owner": "9.0", "fence": fence, "count": 1}
+        ending = {"key": key, "owner": "9.0", "fence": fence, "min_hold": 0.0}
         _ = world.execute(Execute(world.dialect.release, ending))
     world.time += 0.5
     world.begun = world.time

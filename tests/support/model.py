@@ -260,7 +260,7 @@ class World:
 
     def _hand_over_local(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None or row["count"] != 1 or row["expires_at"] <= self.time or not self._in_epoch(row):
+        if row is None or row["expires_at"] <= self.time or not self._in_epoch(row):
             return []
         streak = row.get("streak", 0) + (row["last"] != row["served"])
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
@@ -338,7 +338,7 @@ class World:
         age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
         revocation = (row["revoked"], row["freed"], row["revocation"])
         awaiting = row.get("awaiting", (0, ""))[0] == row["fence"]
-        kind = (0, row.get("kind", 0), row.get("reading", 0), int(awaiting))
+        kind = (row.get("kind", 0), row.get("reading", 0), int(awaiting))
         who = ("", "h", 1, "t", "p", "")
         return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, *who, *revocation, *kind)]
 
@@ -346,12 +346,36 @@ class World:
         row = self.rows.get(p["key"])
         return row if row and (row["owner"], row["fence"]) == (p["owner"], p["fence"]) else None
 
-    def _reenter(self, p: dict[str, Any]) -> Rows:
+    def _set_count(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
         if row is None or row["expires_at"] <= self.time:
             return []
-        row["count"] = p["count"] + 1
+        row["count"] = p["count"]
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+        return [()]
+
+    def _changes_hands(self, p: dict[str, Any]) -> dict[str, Any] | None:
+        """The row whose owner a statement replaces, or has replaced."""
+        row = self._tenure(p) or self._tenure({**p, "owner": p["heir"]})
+        return row if row and row["expires_at"] > self.time else None
+
+    def _detach(self, p: dict[str, Any]) -> Rows:
+        row = self._changes_hands(p)
+        if row is None:
+            return []
+        row |= {
+            "owner": p["heir"],
+            "count": 0,
+            "ttl": p["life"],
+            "expires_at": max(row["expires_at"], self.time + p["life"]),
+        }
+        return [()]
+
+    def _attach(self, p: dict[str, Any]) -> Rows:
+        row = self._changes_hands(p)
+        if row is None or not self._in_epoch(row):
+            return []
+        row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": self.time + p["life"]}
         return [()]
 
     def _extend(self, p: dict[str, Any]) -> Rows:
@@ -382,10 +406,8 @@ class World:
         row = self._tenure(p)
         if row is None:
             return []
-        row["count"] = p["count"] - 1
-        if not row["count"]:
-            row["owner"], row["expires_at"] = None, self.time
-        return [(row["served"] + 1 if row["owner"] is None and row["last"] > row["served"] else 0,)]
+        row |= {"owner": None, "count": 0, "expires_at": self.time}
+        return [(row["served"] + 1 if row["last"] > row["served"] else 0,)]
 
 
 class Interrupted(BaseException):

@@ -168,5 +168,5 @@ def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool
         waiter.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant, True
-    _ = yield from handover.free(site, HandoverRecord.of(grant), 1)  # granted too late
+    _ = yield from handover.free(site, HandoverRecord.of(grant))  # granted too late
     return None, False

@@ -28,7 +28,6 @@ from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
     from dblock.core.acquire.waiting import Waiter
-    from dblock.core.holding.flow import Hold
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
@@ -124,36 +123,36 @@ def _leave_share(site: Site, held: HandoverRecord, until: float | None = None) -
     return steps
 
 
-def release(site: Site, held: HandoverRecord, count: int) -> Steps[bool]:
-    """Lower the count from `count`; from 1 the first waiter gets the key, or it is free. False if the tenure was over.
+def release(site: Site, held: HandoverRecord, *, min_hold: float = 0.0) -> Steps[bool]:
+    """The first waiter gets the key, or it is free, after `min_hold` seconds of tenure. False if the tenure was over.
 
-    Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over. Not for a
-    tenure of which a token exists: see `leave`.
+    Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over.
     """
-    if SHARE in held.tenure.key:
-        return free(site, held, count)
-    likely = count == 1 and (held.ticket or site.expects_contention(held.tenure.key))
-    direct = likely and not held.handed_over
-    return _grant_or_free(site, held) if direct else free(site, held, count)
+    likely = held.ticket or site.expects_contention(held.tenure.key)
+    direct = likely and not (min_hold or held.handed_over or SHARE in held.tenure.key)
+    return _grant_or_free(site, held) if direct else free(site, held, min_hold=min_hold)
 
 
 def _grant_or_free(site: Site, held: HandoverRecord) -> Steps[bool]:
     passed = yield from _grant_held(site, held)
     # If the answer was lost, it was handed over.
-    return (yield from free(site, held, 1)) or passed is Passed.UNKNOWN
+    return (yield from free(site, held)) or passed is Passed.UNKNOWN
 
 
-def free(site: Site, held: HandoverRecord, count: int, until: float | None = None) -> Steps[bool]:
+def free(site: Site, held: HandoverRecord, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
     """The same by a release alone, which may be sent twice; then the next waiter is granted the key.
 
     `until` is the local time until which to try, by default as long as statements are resent.
     """
     if held.handed_over:
         return True
-    if count == 1 and SHARE in held.tenure.key:
+    shared = SHARE in held.tenure.key
+    if shared and not min_hold:
         return (yield from _leave_share(site, held, until))
-    left = yield from tenures.release(site.database, held.tenure, count, until)
-    if left.waiting:
+    left = yield from tenures.release(site.database, held.tenure, min_hold, until)
+    if shared:
+        yield from _shares().notify_door(site, held.tenure.key)
+    elif left.waiting:
         _ = yield from grant_next(site, held.tenure.key, left.waiting)
     return left.in_time
 
@@ -180,7 +179,7 @@ def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
             passed = yield from _hand_over_local(site, heir, held)
             if passed is Passed.REFUSED:
                 heir.local_queue.retract(heir)
-        in_time = yield from release(site, held, 1)
+        in_time = yield from release(site, held)
         if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
             yield from undo_take(site, held.tenure.key, owner, again=False)
         return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
@@ -188,32 +187,11 @@ def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
         raise
     except BaseException:
         with contextlib.suppress(LockStoreError):  # nothing replaces the interrupt
-            _ = yield from free(site, held, 1)
+            _ = yield from free(site, held)
         raise
     finally:
         if passed is not Passed.DONE:
             site.freed(held.tenure.key)
-
-
-def leave(site: Site, hold: Hold, *, count: int, again: bool = False) -> Steps[bool]:
-    """Lower the count by one; from 1 the key goes to the bearer of a token, else to the first waiter, else it is free.
-
-    `count`: that of its flow, before it. `again`: see `tenures.leave`. False if the tenure was over before.
-    """
-    left = yield from tenures.leave(
-        site.database,
-        hold.tenure,
-        hold.lease.life,
-        hold.min_hold,
-        count=count if hold.sole else 0,
-        bearers=hold.bearers,
-        again=again,
-    )
-    if SHARE in hold.tenure.key:
-        yield from _shares().notify_door(site, hold.tenure.key)
-    elif left.waiting:
-        _ = yield from grant_next(site, hold.tenure.key, left.waiting)
-    return left.in_time
 
 
 def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *, again: bool = True) -> Steps[None]:
@@ -232,7 +210,7 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
             info = yield from tenures.look(site.database, key, until)
             if info is None or info.owner != owner:
                 continue
-            if (yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), 1, until)):
+            if (yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), until=until)):
                 return  # else a statement that is still under way may have raised the fence meanwhile
     except Exception:  # noqa: BLE001 - must not hide what interrupted the take
         return
@@ -300,5 +278,5 @@ def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Pa
     grant = Grant(begun, sent, request.ttl, held.ticket, held.local_handovers + 1, sum(lasts) / 1000)
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
-            _ = yield from release(site, HandoverRecord.of(grant), 1)
+            _ = yield from release(site, HandoverRecord.of(grant))
     return Passed.DONE

@@ -58,7 +58,7 @@ def leave_share(site: Site, held: HandoverRecord, until: float | None = None) ->
     """
     database, shares = site.database, site.database.dialect.shares
     kept = held.guarded or slot_of(held.tenure.key) is not None
-    parameters: Parameters = {**held.tenure._asdict(), "count": 1, "door": key_of_share(held.tenure.key)}
+    parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": key_of_share(held.tenure.key)}
     until = database.now() + database.timing.retry_budget if until is None else until
     statement = shares.leave_slot if kept else shares.leave_read
     rows, again = yield from send_twice(database, statement, parameters, until)

@@ -176,7 +176,7 @@ class Sharing:
         if self.shares.pins_gaps and key not in ended:
             end = yield from self._begin(self.database.dialect.create, self.request._replace(key=end_key(key)), {})
             if end is not None:
-                _ = yield from tenures.release(self.database, end.tenure, 1)
+                _ = yield from tenures.release(self.database, end.tenure)
             if len(ended) >= REMEMBERED:
                 ended.clear()
             ended.add(key)

@@ -227,7 +227,7 @@ class Waiter:
         """Whether a tenure can still be trusted. One whose answer came too late is released."""
         if self.site.database.now() < grant.trusted_until:
             return True
-        _ = yield from handover.free(self.site, HandoverRecord.of(grant), 1)
+        _ = yield from handover.free(self.site, HandoverRecord.of(grant))
         return False
 
     def _give_up(self) -> Steps[Grant | Refused | None]:
@@ -410,12 +410,12 @@ class Waiter:
         if waited >= self.listen_after:
             self.services.listen()
             return False
-        # Until then only a holder on this machine notifies: one whose token begins with the machine's name, unless it
-        # was handed over; or an unknown one that is expected to be here, as the last hand-overs all were.
+        # Until then only a holder on this machine notifies: one whose token begins with the machine's name; or an
+        # unknown one that is expected to be here, as the last hand-overs all were.
         holder, here = self.holder, self.request.flow[:MACHINE]
         near = self.expects_neighbour
         if holder is not None:
-            near = (holder.owner or "").startswith(here) and not holder.bearers
+            near = (holder.owner or "").startswith(here)
         return near and self.wakeup.socket is not None
 
     def _grant_by_message(self, place: Place) -> Steps[Grant | None]:

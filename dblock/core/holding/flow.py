@@ -268,16 +268,14 @@ class Hold:
 
     leaving: HoldObserver | None = None
     """The lock object through which it is being left, or whose release an open transaction defers."""
+    secret = ""
+    """That of the token which a `detach()` without an answer has sent: the next one sends the same."""
     is_snapshot = False
     """Whether this is a copy for inspection only."""
-    shared_entries: int | None = None
-    """Number of entries of others in the row, as far as known; None while no token of it exists."""
     kind = 0
     """What its key is used for, a `KeyKind`."""
     reading = 0
     """1 for the hold of a reader."""
-    bearers = 0
-    """How many had entered the tenure by a token when its flow adopted it, this flow included."""
     revoked: str | None = None
     """By whom and why it was asked back, once a renewal has read that."""
     risk_reported = False
@@ -336,15 +334,6 @@ class Hold:
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
         return any(transaction() is not None for transaction in self.kept_by)
-
-    @property
-    def sole(self) -> bool:
-        """Whether its flow knows of no other holder, so that a statement which proves it may be resent."""
-        return self.shared_entries is None or (self.bearers > 0 and self.shared_entries == 0)
-
-    @property
-    def count(self) -> int:
-        return len(self.entries) + (self.shared_entries or 0)
 
     def exchange(self, grant: Grant) -> HandoverRecord:
         """Hold another tenure, a reader's, in place of its own; the record of that, which is to be released."""

@@ -236,9 +236,9 @@ class BaseLock:
 
     @property
     def count(self) -> int:
-        """Number of entries of this flow, and of others by a token as far as they are known here."""
+        """Number of entries of this flow."""
         hold = self._hold()
-        return 0 if hold is None else hold.count
+        return 0 if hold is None else len(hold.entries)
 
     @property
     def sequencer(self) -> str:
@@ -293,7 +293,9 @@ class BaseLock:
 
     def __repr__(self) -> str:
         hold = self._hold()
-        held = "not held here" if hold is None else f"{self.state}, fence {hold.tenure.fence}, count {hold.count}"
+        held = (
+            "not held here" if hold is None else f"{self.state}, fence {hold.tenure.fence}, count {len(hold.entries)}"
+        )
         return f"<{type(self).__name__} {self._key!r}: {held}>"
 
     # -- helpers

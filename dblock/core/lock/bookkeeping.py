@@ -6,18 +6,15 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from dblock.core import runtime
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold
-from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.runtime import current_flow
 from dblock.core.values import Grant
 
 
@@ -29,12 +26,11 @@ def begin_hold(
     outer: Hold | None,
     *,
     store: Store,
-    others: int | None = None,
 ) -> Hold:
-    """Register a new hold of the flow; `others`: number of other entries in the row, None if others cannot enter."""
+    """Register a new hold of the flow."""
     kept = outer if outer and outer.open_entries() else None
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
-    hold.shared_entries, hold.kind, hold.reading = others, lock._kind, lock._reading
+    hold.kind, hold.reading = lock._kind, lock._reading
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     flow.takes += 1
@@ -61,6 +57,11 @@ def forget(hold: Hold) -> None:
     """
     if not runtime.current.watchdog.discard(hold):
         _ = hold.lease.give_up()
+    take_out(hold)
+
+
+def take_out(hold: Hold) -> None:
+    """Remove a hold from the flow alone."""
     flow, resource = hold.flow(), (hold.store, hold.key)
     if flow is not None and flow.holds.get(resource) is hold:
         outer = hold.outer and next((each for each in hold.outers() if each.open_entries()), None)
@@ -88,8 +89,3 @@ def site_of(hold: Hold) -> Site:
 def freed(hold: Hold) -> None:
     """Record that the key was released to the database, not handed to a flow of this process."""
     site_of(hold).freed(hold.tenure.key)
-
-
-def who_we_are() -> dict[str, Any]:
-    """Description of this flow, as parameters of the statements."""
-    return {**current_flow().who, "task": celery_task_id()}

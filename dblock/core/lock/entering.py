@@ -1,6 +1,6 @@
 """Entering a lock: taking it, re-entering it, or entering it by a token.
 
-Rule: whatever interrupts an entry, afterwards the count in the row and that of the hold agree, or the lease expires.
+Rule: whatever interrupts an entry, afterwards the flow holds what it held before, and nothing more is renewed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
-from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
-from dblock.core.lock.leaving import _release, leave
+from dblock.core.lock.bookkeeping import begin_hold, forget
+from dblock.core.lock.leaving import _release
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps, sleep
@@ -201,7 +201,7 @@ L = TypeVar("L", bound=BaseLock)
 
 
 def attach(lock: L, token: Token) -> Steps[L]:
-    """Enter the tenure of a token, as a hold of this flow; raises LockLost if it is over."""
+    """Hold the tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     steps, observers = _attach(lock, token), runtime.current.watchdog.observers
@@ -210,91 +210,49 @@ def attach(lock: L, token: Token) -> Steps[L]:
 
 def _attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
-    database, entry = store.database, Entry(lock, "attach")
-    attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace, counted=token.counted)
-    if attached is None:
-        loss = yield from tenures.why_lost(database, tenure)
-        raise lock._lost_tenure(tenure.fence, loss)
-    grant, count = attached
-    hold = flow.holds.get((store, lock._key))
-    if hold is not None and hold.tenure == tenure and hold.lease.lengthen(grant):
-        hold.shared_entries = count - len(hold.entries) - 1
-        hold.entries = [*hold.entries, entry]
-    else:
-        if hold is not None:
-            _ = hold.lease.lose(Loss(Reason.EXPIRED))
-        hold = begin_hold(lock, flow, grant, entry, hold, store=store, others=count - 1)
+    database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
+    request = request_of(lock, store, flow, lock._ttl)
+    owner = request.new_owner()
+    try:
+        found = yield from tenures.attach(database, tenure, owner, request.parameters(tenure.owner))
+        if isinstance(found, Loss):
+            raise lock._lost_tenure(tenure.fence, found)  # noqa: TRY301 - nothing to undo
+        known = flow.holds.get(resource)
+        if known is not None:
+            _ = known.lease.lose(Loss(Reason.EXPIRED))
+        hold = begin_hold(lock, flow, found, Entry(lock, "attach"), known, store=store)
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException:  # interrupted
+        begun = flow.holds.get(resource)
+        if begun is None or begun.tenure.owner != owner:
+            yield from handover.undo_take(site, tenure.key, owner)
+        raise
     if hold.lease.remaining() <= 0:  # the answer came too late
-        kept = hold.entries[:-1]
-        if not kept:
-            forget(hold)
-        hold.entries = kept
-        _ = yield from leave(hold)
+        forget(hold)
+        hold.entries = []
+        _ = yield from handover.free(site, hold.record)
         raise lock._lost(hold)
     return lock
 
 
-def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
-    """Hold the tenure of a token as its only holder, as if it had been taken here, with a lease of the lock's own ttl.
-
-    False if another bearer is in it: for a token that may be delivered twice, and that one bearer uses at a time.
-    Raises LockLost if the tenure is over.
-    """
-    steps, observers = _adopt(lock, token), runtime.current.watchdog.observers
-    return steps if observers is None else observers.attach(lock, steps, _release)
-
-
-def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
-    store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
-    database = store.database
-    adopted = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
-    if adopted is None:
-        info = yield from tenures.look(database, tenure.key)
-        if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
-            return False
-        loss = yield from tenures.why_lost(database, tenure)
-        raise lock._lost_tenure(tenure.fence, loss)
-    known = flow.holds.get((store, lock._key))
-    # Another bearer may have kept the token, and attach beside this flow.
-    grant, bearers = adopted
-    begin_hold(lock, flow, grant, Entry(lock, "attach"), known, store=store, others=0).bearers = bearers
-    return True
-
-
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-    """Re-enter a hold of this flow; False if it is over. The `min_hold` that ends later counts."""
-    if hold.lease.remaining() <= 0:
+    """Re-enter a hold of this flow; False if it is over. The `min_hold` that ends later counts.
+
+    The lease gets longer here only if no renewal does that.
+    """
+    lease = hold.lease
+    if lease.remaining() <= 0:
         return False
-    begins = not hold.locks()
-    if hold.shared_entries is not None:
-        attached = yield from tenures.attach(database, hold.tenure, who_we_are(), ttl, hold.lease.grace)
-        if attached is None or not hold.lease.lengthen(attached[0]):
-            return False
-        _count_min_hold(hold, lock, begins=begins)
-        hold.shared_entries = attached[1] - len(hold.entries) - 1
-        hold.entries = [*hold.entries, entry]
-        return True
-    kept = hold.open_entries()
-    try:
-        grant = yield from tenures.reenter(database, hold.tenure, len(kept), ttl, hold.lease.grace)
-        if grant is None:
-            return False
-        if hold.lease.lengthen(grant):
-            runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
-            _count_min_hold(hold, lock, begins=begins)
-            hold.entries = [*kept, entry]  # no signal handler runs between this and our return
-            return True
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException:  # interrupted: the count in the row goes back to that of the hold
-        if kept:  # an open transaction that keeps it counts as one, before and after
-            until = database.now() + database.timing.undo_timeout
-            with contextlib.suppress(LockError):
-                _ = yield from handover.free(site_of(hold), hold.record, len(kept) + 1, until)
-        raise
-    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
-        _ = yield from handover.free(site_of(hold), hold.record, len(kept) + 1)  # the answer came too late
-    return False
+    begins, kept = not hold.locks(), hold.open_entries()
+    term = () if lease.renewing and ttl <= lease.ttl else (ttl, ttl + lease.grace)
+    grant = yield from tenures.set_count(database, hold.tenure, len(kept) + 1, *term)
+    if grant is None or not lease.lengthen(grant):
+        return False
+    runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
+    _count_min_hold(hold, lock, begins=begins)
+    hold.entries = [*kept, entry]  # no signal handler runs between this and our return
+    return True
 
 
 def _count_min_hold(hold: Hold, lock: BaseLock, *, begins: bool) -> None:

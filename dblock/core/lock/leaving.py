@@ -13,12 +13,12 @@ from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockStoreError, Reason, StoreBusy
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, forget, freed, site_of
+from dblock.core.lock.bookkeeping import find_out, forget, freed, site_of, take_out
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.tokens import Token, token_text
+from dblock.core.tokens import Token, new_secret, token_text
 
 if TYPE_CHECKING:
     from dblock.core.observing.events import How
@@ -66,41 +66,49 @@ def leave_entry(lock: BaseLock, block: Block) -> Steps[None]:
         yield from _release(lock, block.hold, block.entry)
 
 
-def detach(lock: BaseLock) -> Steps[str]:
-    """Leave the innermost entry to the bearer of the returned token; raises LockLost if the lease is over."""
+def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
+    """Leave the hold to the bearer of the returned token, for one `ttl`, by default the hold's own.
+
+    `secret`: that of the token, if it has been given away already. Raises LockLost if the lease is over.
+    """
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("detach")
-    return (yield from _observed(hold, _detach(lock, hold), "detached"))
+    return (yield from _observed(hold, _detach(lock, hold, secret or hold.secret or new_secret(), ttl), "detached"))
 
 
-def _detach(lock: BaseLock, hold: Hold) -> Steps[str]:
+def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps[str]:
     _ = lock._surely_held()
-    entry, kept = hold.entries[-1], hold.entries[:-1]
-    staying = max(len(kept), int(hold.deferred))  # a transaction that keeps it counts as an entry if there is no other
-    database, count = hold.store.database, staying + 1 if hold.sole else 0
-    ttl, grace = hold.lease.ttl, hold.lease.grace
-    if not (yield from tenures.detach(database, hold.tenure, ttl, grace, count=count, bearers=hold.bearers)):
-        yield from find_out(hold)
+    if len(hold.open_entries()) > 1 or hold.deferred:
+        inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
+        why = f"{lock._key!r} cannot be detached while {inside}: the token hands over all of it, to one bearer"
+        raise LockError(why, key=lock._key)
+    watchdog, database = runtime.current.watchdog, hold.store.database
+    token = _token(hold, secret)
+    life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
+    if not watchdog.discard(hold):  # release_all() was faster
         raise lock._lost(hold)
-    hold.shared_entries = hold.shared_entries or 0
-    entry.detached = True
-    if not staying:
-        forget(hold)
-    hold.entries = kept
-    if not staying:
-        freed(hold)
-    return token_text(Token(hold.tenure, ttl, grace, hold.min_hold, kind=hold.kind))
+    hold.secret = secret
+    try:
+        detached = yield from tenures.detach(database, hold.tenure, secret, life)
+        loss = None if detached else (yield from tenures.why_lost(database, hold.tenure))
+    except BaseException:  # its next renewal finds out whether it is handed over
+        watchdog.add(hold)
+        raise
+    if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
+        hold.lease.explain(loss)
+        raise lock._lost(hold)
+    hold.entries[-1].detached = True
+    take_out(hold)
+    hold.entries = []
+    freed(hold)
+    return token_text(token)
 
 
-def share(lock: BaseLock) -> str:
-    """A token with which others may enter beside this flow, while the tenure lasts; the last to leave frees the key."""
-    hold = lock._own_hold("share")
-    _ = lock._surely_held()
-    hold.shared_entries = hold.shared_entries or 0
-    return token_text(
-        Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold, counted=False, kind=hold.kind)
-    )
+def _token(hold: Hold, secret: str) -> Token:
+    """The token with that secret for the bearer of the hold's tenure."""
+    lease, tenure = hold.lease, hold.tenure._replace(owner=secret)
+    return Token(tenure, lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
 
 
 def finish(hold: Hold) -> Steps[None]:
@@ -230,42 +238,33 @@ def leave(hold: Hold) -> Steps[bool]:
     queue.
     """
     if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
-        return False  # release_all() leaves all of its entries
+        return False  # release_all() releases it
     if hold.entries:
-        return (yield from _lower(hold))
-    if hold.shared_entries is None and not hold.min_hold:
+        return (yield from _set_count(hold))
+    if not hold.min_hold:
         return (yield from handover.pass_on(site_of(hold), hold.record))
     try:
-        return (yield from _lower(hold))
+        return (yield from handover.free(site_of(hold), hold.record, min_hold=hold.min_hold))
     finally:
         freed(hold)
 
 
-def _lower(hold: Hold) -> Steps[bool]:
-    """Lower the count in the row by one; False if the tenure was over before."""
-    entered = len(hold.entries)
-    if hold.shared_entries is not None or (hold.min_hold and not entered):
-        return (yield from handover.leave(site_of(hold), hold, count=entered + 1))
-    return (yield from handover.release(site_of(hold), hold.record, entered + 1))
+def _set_count(hold: Hold) -> Steps[bool]:
+    return (yield from tenures.set_count(hold.store.database, hold.tenure, len(hold.entries))) is not None
 
 
 def _leave_after_all(hold: Hold) -> Steps[None]:
-    """After an interrupt: leave the entry again, if the statement may be sent twice."""
-    entered, over, loss = len(hold.entries), hold.lease.remaining() <= 0, hold.lease.loss
-    if not entered:
-        forget(hold)
-    if loss is not None and loss.reason is Reason.RELEASED:
-        return  # release_all() releases it
-    if not hold.sole or (hold.lease.grace and over):
-        return  # its lease expires
+    """After an interrupt: leave the entry again."""
+    over, loss = hold.lease.remaining() <= 0, hold.lease.loss
+    if hold.entries:
+        return  # the count is only shown
+    forget(hold)
+    if (loss is not None and loss.reason is Reason.RELEASED) or (hold.lease.grace and over):
+        return  # release_all() releases it, or its lease expires
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
         yield from leave_again(hold)
 
 
 def leave_again(hold: Hold) -> Steps[None]:
-    """Leave an entry again, after an answer that was lost. Only if `hold.sole`."""
-    entered = len(hold.entries)
-    if hold.shared_entries is not None or (hold.min_hold and not entered):
-        _ = yield from handover.leave(site_of(hold), hold, count=entered + 1, again=True)
-    else:
-        _ = yield from handover.free(site_of(hold), hold.record, entered + 1)
+    """Release a hold without entries again, after an answer that was lost."""
+    _ = yield from handover.free(site_of(hold), hold.record, min_hold=hold.min_hold)

@@ -147,11 +147,11 @@ class SyncLock(BaseLock):
         self._drive(leaving.release(self))
 
     def detach(self) -> str:
-        """Leave the lock to the flow that attaches to the returned token, for which the lease lasts one more ttl.
+        """Leave the lock to the one flow that attaches to the returned token, for which the lease lasts one more ttl.
 
-        Detached inside another block of this lock, it lasts one more ttl after that block is left. The token is a
-        secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
-        LockLost if the lease has ended.
+        The token is a secret, and good once. A `with` that is left afterwards releases nothing. Raises LockNotHeld
+        without a hold, LockLost if the lease has ended, and LockError inside another block of this lock, or while a
+        transaction keeps it.
         """
         return self._drive(leaving.detach(self))
 

@@ -18,7 +18,7 @@ from dblock.core.values import Grant, LockInfo
 
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
-    """Let the lease end `ttl` seconds from now, or later if others hold the tenure too; raises LockLost."""
+    """Let the lease end `ttl` seconds from now; raises LockLost."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("extend")
@@ -27,13 +27,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
     try:
-        if hold.shared_entries is None:
-            grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
-        else:  # others may rely on a longer lease than ours
-            sent, alive = yield from tenures.renew(
-                database, [(hold.tenure, ttl + hold.lease.grace)], database.now() + database.timing.retry_budget
-            )
-            grant = Grant(hold.tenure, sent, ttl) if alive is None else None
+        grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
     except BaseException as error:
         hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
         runtime.current.watchdog.wake()

@@ -97,8 +97,8 @@ def downgrade(lock: Writes) -> Steps[None]:
     if hold.reading:
         return
     _ = lock._surely_held()
-    if hold.shared_entries is not None or hold.deferred:
-        raise LockError(f"{lock._key!r} cannot be downgraded while a token or a transaction shares it", key=lock._key)
+    if hold.deferred:
+        raise LockError(f"{lock._key!r} cannot be downgraded while a transaction keeps it", key=lock._key)
     watchdog, flow = runtime.current.watchdog, hold.flow()
     if flow is None:
         raise lock._not_held("downgrade")

@@ -6,8 +6,8 @@ A flow waits for one key at a time, so the rows give one chain: from a waiter to
 key that this holder waits for. Flows are identified by owner tokens, which begin with the flow's name. A circle found
 in the rows is only a *suspicion*, as rows may be out of date. The place of a wait that is over stays until it expires
 if it could not be deleted; a take that was never answered may leave a tenure that its flow does not have, and a release
-that never arrived a tenure that its flow no longer has; and a token may have been handed over. A decision by such rows
-alone would raise LockDeadlock in a flow that is not blocked.
+that never arrived a tenure that its flow no longer has. A decision by such rows alone would raise LockDeadlock in a
+flow that is not blocked. (A tenure in hand-over leads to nobody: its owner is the secret of a token.)
 
 So each flow of the circle confirms its own part: it writes the digest of the circle into its own place (`confirm`)
 while it waits there, sees the same circle, and *has* the tenure that the circle says it holds. The youngest flow gives
@@ -24,9 +24,8 @@ In particular flows that take their keys in one order never get LockDeadlock, wh
 only that it waits for a key that comes after one that it has.
 
 Why a deadlock is found: flows in a circle stay where they are, and each checks every `Timing.deadlock_check`; so all
-have confirmed after one such time, and the youngest sees that after another. Two cases are missed and cost a timeout: a
-tenure whose token was handed over (its bearer is another flow than the one that the token names), and a circle with a
-flow that is frozen. Of several places of one flow the newest counts, as the others are left over.
+have confirmed after one such time, and the youngest sees that after another. One case is missed and costs a timeout: a
+circle with a flow that is frozen. Of several places of one flow the newest counts, as the others are left over.
 
 Rule: a flow confirms only its own wait and tenure, never those that it has only read.
 """
@@ -64,7 +63,7 @@ class Waits(NamedTuple):
 
     @property
     def holding_flow(self) -> str:
-        """Name of the flow that began the tenure; it may have handed it over since."""
+        """Name of the flow that holds the tenure."""
         return self.holder[:FLOW]
 
     @property

@@ -58,9 +58,9 @@ notifies waiters, and waits.
 # The heir of a covered grant is also told when its tenure ends: how long after it joined the queue, by the database's
 # clock. It trusts until then, counted from the sending of its join, and not from a heartbeat: a crash restores its
 # place, and the next heartbeat finds the place, though the key was handed over before. (After a long wait, in which the
-# two clocks may have drifted apart, it accepts first.) A tenure with a token does not cover another one: the bearer of
-# the token could enter the tenure that a crash restores. Nor does any tenure where commits wait for standbys: a session
-# may have stopped waiting for the standby, so that a row that is read is missing there.
+# two clocks may have drifted apart, it accepts first.) Nobody can attach to the tenure that a crash restores: it was
+# held by the flow that handed it over, and its owner is no token's secret. No tenure covers another one where commits
+# wait for standbys: a session may have stopped waiting for the standby, so that a row that is read is missing there.
 #
 # The notification carries the ticket, the fence, when the tenure ends and a *proof*, a digest of all these with the
 # owner token: only the waiter and readers of the table know that token, and each token is of one attempt. So nobody

@@ -13,8 +13,9 @@ and these are the moves without waiters (`dblock.core.protocol.queue` adds `gran
 part of a longer transaction (but see `joined` below):
 
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
-    held --extend, reenter, renew, attach, adopt, detach--> held                          the same tenure
-    held --release, leave--> held, count - 1     or, from count 1,     free
+    held --extend, renew, set_count--> held                   the same tenure
+    held by a flow --detach--> in hand-over --attach--> held by a flow                   the same tenure
+    held --release--> free                                                                after its `min_hold`
     held, expired --free--> free                                                          from outside: `administration`
     held --time--> expired
     free, expired --reap, after the retention--> (no row)
@@ -41,16 +42,23 @@ at (local time of sending the last statement that succeeded) + ttl - margin, on 
 itself. An answer that comes after that moment is not a grant. `expires_at` is a `grace` later than the lease: in
 between the key has no holder, and cannot be taken either.
 
-The count: while one flow holds a tenure it knows the count and sets it, so that a statement may be sent twice. Once a
-token has been handed out (`detach`) several processes may hold the tenure, and each adds and subtracts. After a lost
-answer an addition may then have happened twice and a subtraction is not repeated: the count is at most too high, and
-the key free at the end of the lease instead of at the last release. The first `detach` sets the count, too; it has no
-effect once the row shows that a bearer has entered by a token since (`bearers` only grows), so that a late `detach`
-does not remove that bearer's entry. The row also counts the `tokens` that have not been used: the last holder to leave
-leaves the tenure to their bearers, for one ttl. A token that is used twice counts twice, so that the bearer of another
-one may find the key free; that never lets a second holder in.
+One bearer: the owner names who holds the tenure, and a tenure changes hands by a change of its owner. The row says
+which of two it is:
 
-What may be lost: the database may crash right after its reply. Losing a take, an extend or a re-entry would admit two
+    count >= 1    a flow holds it, and has entered so often
+    count = 0     it is in hand-over: the owner is the secret of a token, and no flow holds it
+
+`detach` makes a secret, and then puts it in the place of the owner; `attach` puts a new owner token of its flow in the
+place of the secret. Both name the owner that they replace, the fence and a live lease. So one attach uses the token,
+and every other one finds another owner; and whoever detached renews and releases nothing any more. Both may be sent
+twice, since each also accepts the owner that it sets, which is of this attempt alone. (Only a write can find out what
+became of a lost answer: see below.) The secret names no flow and no machine: nobody takes it for a holder that waits
+for another key, or that notifies its neighbours.
+
+The count is that of the one flow's entries. Each re-entry, and each end of an inner block, sets it: so it is sent twice
+without harm, and one that was interrupted needs no undoing. Nothing is decided by a count above 0.
+
+What may be lost: the database may crash right after its reply. Losing a take, an extend or an attach would admit two
 holders, so they commit durably before the caller gets the reply; losing a release or a deletion leaves a key taken
 until its expiry or a row until the next reaping, so they need not (each says so in `dblock.core.statements.common`).
 
@@ -77,6 +85,7 @@ Rule: pure generators and functions; no I/O, no sleeping, no clock but the one t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -177,11 +186,17 @@ def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -
     return Grant(tenure, sent, ttl) if rows else None
 
 
-def reenter(database: Database, tenure: Tenure, count: int, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
-    """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
-    parameters: Parameters = {**tenure._asdict(), "count": count, "life": ttl + grace}
-    until = database.now() + min(database.timing.retry_budget, ttl)
-    sent, rows = yield from send(database, database.dialect.reenter, parameters, until, resend=True)
+def set_count(
+    database: Database, tenure: Tenure, count: int, ttl: float = 0.0, life: float = 0.0
+) -> Steps[Grant | None]:
+    """Set the number of entries; None if the tenure is over.
+
+    With a `ttl` the lease lasts at least that long from now on, and the row at least one `life`, which costs a flush of
+    the disk.
+    """
+    parameters: Parameters = {**tenure._asdict(), "count": count, "life": life}
+    until = database.now() + min(database.timing.retry_budget, ttl or math.inf)
+    sent, rows = yield from send(database, database.dialect.set_count, parameters, until, resend=True)
     return Grant(tenure, sent, ttl) if rows else None
 
 
@@ -207,7 +222,11 @@ def renew(
 
 def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
     """Read why a tenure is over."""
-    info = yield from look(database, tenure.key)
+    return _loss(tenure, (yield from look(database, tenure.key)))
+
+
+def _loss(tenure: Tenure, info: LockInfo | None) -> Loss:
+    """Why a tenure is over, by the key's row."""
     if info is None and SHARE in tenure.key:  # a writer deletes the rows of readers whose lease is over
         return Loss(Reason.EXPIRED)
     if info is None or info.fence < tenure.fence:  # a crash, or a failover, has undone it
@@ -217,135 +236,60 @@ def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
         return Loss(Reason.FREED, heir, info.revocation if info.revoked_fence <= info.freed_fence else "")
     if heir is not None:
         return Loss(Reason.TAKEN_OVER, heir)
-    return Loss(Reason.EXPIRED if info.owner == tenure.owner else Reason.FREED)
+    if info.owner and info.owner != tenure.owner and info.remaining > 0:  # only a token changes the owner of a tenure
+        return Loss(Reason.USED, info.masked())
+    return Loss(Reason.EXPIRED if info.owner else Reason.FREED)
 
 
-def attach(
-    database: Database, tenure: Tenure, request: Parameters, ttl: float, grace: float, *, counted: bool = False
-) -> Steps[tuple[Grant, int] | None]:
-    """Enter a tenure by its token; returns the lease and the count; None if the tenure is over.
+def attach(database: Database, tenure: Tenure, owner: str, request: Parameters) -> Steps[Grant | Loss]:
+    """Hold the tenure that a token names under `owner`, a token of this attempt alone; or why it cannot be held.
 
-    Raises LockTimeout while keys are closed.
-
-    `request` describes the flow; `counted`: the row counts the token until it is used.
+    `request`: as for `begin`. Raises LockTimeout while keys are closed.
     """
-    parameters: Parameters = {**request, **tenure._asdict(), "life": ttl + grace, "counted": int(counted)}
+    parameters: Parameters = {**request, **tenure._asdict(), "heir": owner}
+    ttl = float(request["ttl"])
     until = database.now() + min(database.timing.retry_budget, ttl)
-    sent, rows = yield from _enter(database, database.dialect.attach, tenure, parameters, until)
-    return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
+    while True:
+        sent, rows = yield from send(database, database.dialect.attach, parameters, until, resend=True)
+        if rows:
+            return Grant(tenure._replace(owner=owner), sent, ttl)
+        found = yield from epoch.read(database, until)
+        info = yield from look(database, tenure.key)
+        if info is None or not _shows(info, tenure):
+            return _loss(tenure, info)
+        # Keys are closed; or they were until the server was found just now, or the hold was detached just now.
+        if (yield from epoch.closed_for(database, info, until)) or database.now() >= until:
+            message = f"could not enter {tenure.key!r} by its token: the database server was {found}; try again then"
+            raise LockTimeout(message, key=tenure.key)
 
 
-def adopt(
-    database: Database, tenure: Tenure, request: Parameters, ttl: float, grace: float
-) -> Steps[tuple[Grant, int] | None]:
-    """Enter a tenure by its token as its only holder, with a lease of `ttl`; None if it has a holder, or is over.
+def detach(database: Database, tenure: Tenure, secret: str, life: float) -> Steps[bool]:
+    """Leave a tenure to the bearer of the token with that secret, for one `life`; False if it is over.
 
-    Returns the lease, and how many bearers have entered so far. Raises LockTimeout while keys are closed.
+    It is also False if the token was used before the answer to a second sending (see `why_lost`).
     """
-    parameters: Parameters = {**request, **tenure._asdict(), "ttl": ttl, "life": ttl + grace}
-    until = database.now() + min(database.timing.retry_budget, ttl)
-    sent, rows = yield from _enter(database, database.dialect.adopt, tenure, parameters, until)
-    return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
-
-
-def _enter(
-    database: Database, statement: Statement, tenure: Tenure, parameters: Parameters, until: float
-) -> Steps[tuple[float, Rows]]:
-    """Send it; once more if it was refused because no client had found the server, which has started anew."""
-    sent, rows = yield from send(database, statement, parameters, until, resend=True)
-    if rows:
-        return sent, rows
-    found = yield from epoch.read(database, until)
-    if found is None:
-        return sent, rows
-    if not found.opens_in:
-        return (yield from send(database, statement, parameters, until, resend=True))
-    info = yield from look(database, tenure.key)
-    if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
-        message = f"could not enter {tenure.key!r} by its token: the database server was {found}; try again then"
-        raise LockTimeout(message, key=tenure.key)
-    return sent, rows
-
-
-def detach(
-    database: Database, tenure: Tenure, ttl: float, grace: float, *, count: int = 0, bearers: int = 0
-) -> Steps[bool]:
-    """Leave a tenure to the bearer of its token; False if it is over.
-
-    `count` is the flow's count if it knows of no other holder, since so many `bearers` had entered; and 0 otherwise:
-    then it is not resent after a lost answer, and the count may stay one too high.
-    """
-    parameters: Parameters = {**tenure._asdict(), "life": ttl + grace, "bearers": bearers}
-    statement, until = database.dialect.detach, database.now() + database.timing.retry_budget
-    try:
-        if count:
-            _, rows = yield from send(database, statement, {**parameters, "count": count}, until)
-            if rows:
-                return True
-            count = 0  # a bearer has attached, or it is over
-        _, rows = yield from send(database, statement, {**parameters, "count": 0}, until)
-        return bool(rows)
-    except StoreUnanswered:
-        if count:
-            _, rows = yield from send(database, statement, {**parameters, "count": count}, until, resend=True)
-            if rows:
-                return True
-    try:
-        _, alive = yield from renew(database, [(tenure, ttl + grace)], until)
-    except LockStoreError:
-        return True
-    return alive is None
+    parameters: Parameters = {**tenure._asdict(), "heir": secret, "life": life}
+    until = database.now() + database.timing.retry_budget
+    _, rows = yield from send(database, database.dialect.detach, parameters, until, resend=True)
+    return bool(rows)
 
 
 class Left(NamedTuple):
-    """Result of a statement that lowers the count."""
+    """Result of a release."""
 
     in_time: bool
     """Whether the tenure existed."""
     waiting: int = 0
     """The first ticket of flows that may be waiting for the key, which has to be granted next; 0 for none."""
 
-    @classmethod
-    def of(cls, rows: Rows, *, again: bool = False) -> Left:
-        """From the answer; `again`: resent after a lost answer, finding nothing means that the first one succeeded."""
-        return cls(True, int(rows[0][0])) if rows else cls(again)
 
-
-def leave(
-    database: Database,
-    tenure: Tenure,
-    life: float,
-    min_hold: float,
-    *,
-    count: int = 0,
-    bearers: int = 0,
-    again: bool = False,
-) -> Steps[Left]:
-    """Lower the count by one; from 1 the key is free, not before `min_hold` seconds of tenure.
-
-    An unused token keeps the tenure for one `life` more. `count` and `bearers`: as for `detach`. `again`: the statement
-    was interrupted, and may have been executed.
-    """
-    statement, until = database.dialect.leave, database.now() + database.timing.retry_budget
-    parameters: Parameters = {**tenure._asdict(), "life": life, "min_hold": min_hold, "bearers": bearers}
-    if count:
-        proving: Parameters = {**parameters, "count": count}
-        rows, resent = yield from send_twice(database, statement, proving, until)
-        if rows or resent or again:
-            return Left.of(rows, again=True)
-    try:  # a bearer has attached, or it is over
-        _, rows = yield from send(database, statement, {**parameters, "count": 0}, until)
-    except StoreUnanswered:
-        return Left(in_time=True)
-    return Left.of(rows)
-
-
-def release(database: Database, tenure: Tenure, count: int, until: float | None = None) -> Steps[Left]:
-    """Lower the count from `count`; from 1 the key is free. Not after the local time `until`, if one is given."""
-    parameters: Parameters = {**tenure._asdict(), "count": count}
+def release(database: Database, tenure: Tenure, min_hold: float = 0.0, until: float | None = None) -> Steps[Left]:
+    """End a tenure; its key is free after `min_hold` seconds of it. Not after the local time `until`, if given."""
+    parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
     until = database.now() + database.timing.retry_budget if until is None else until
     rows, again = yield from send_twice(database, database.dialect.release, parameters, until)
-    return Left.of(rows, again=again)
+    # If it was sent again, it may find nothing because the first sending has succeeded.
+    return Left(True, int(rows[0][0])) if rows else Left(again)
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:

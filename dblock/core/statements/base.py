@@ -120,9 +120,9 @@ class Dialect:
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
     """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
-    revoked_fence, freed_fence, revocation, bearers, kind, reading, awaiting."""
-    reenter: Statement
-    """Raise the count of a live tenure by one; the lease never gets shorter."""
+    revoked_fence, freed_fence, revocation, kind, reading, awaiting."""
+    set_count: Statement
+    """Set the number of entries of a live tenure, and let its lease last at least one `life` more."""
     extend: Statement
     """Set the lease of a live tenure to end one life from now."""
     renew: Statement
@@ -130,19 +130,14 @@ class Dialect:
     is left out if its holder is `not_notified` of that."""
     alive: Statement
     """Those of many tenures that are alive -> key, owner, fence, revocation (null if it was not asked back)."""
-    attach: Statement
-    """Enter a live tenure by its token; a `counted` token is no longer outstanding -> count."""
-    adopt: Statement
-    """Enter a live tenure without entries, and set its lease to end one life from now -> how many bearers have entered
-    so far."""
     detach: Statement
-    """Leave a live tenure to the bearer of its token: set the count to one less than `count` if it is no higher and
-    `bearers` have entered, no more; lower it by one if `count` is 0."""
+    """Give a live tenure, which no flow holds from then on, the owner `heir`, the secret of a token; its lease lasts at
+    least one `life` more."""
+    attach: Statement
+    """Give the live tenure of a token the owner `heir`, a flow's; its lease ends one `life` from now."""
     release: Statement
-    """Set the count to one less than `count`; at zero the key is free -> the first ticket not served, 0 for none."""
-    leave: Statement
-    """Lower the count by one, if it is `count` and `bearers` have entered, or if `count` is 0; at zero the key is free,
-    once `min_hold` is over, unless an unused token is out: then its bearer has one `life` -> as `release`."""
+    """End a tenure; the key is free once `min_hold` is over -> the first ticket not served if it is free now, 0 for
+    none."""
     pin: Statement
     """In the caller's transaction: no new tenure can begin until it ends -> whether it sees this tenure.
 

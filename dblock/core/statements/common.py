@@ -88,15 +88,13 @@ def dialect(
         take=take(words),
         create=create,
         inspect=inspect(words),
-        reenter=reenter(words),
+        set_count=set_count(words),
         extend=extend(words),
         renew=renew,
         alive=alive,
-        attach=attach(words),
-        adopt=adopt(words),
         detach=detach(words),
+        attach=attach(words),
         release=release(words),
-        leave=leave(words),
         pin=pin,
         locate=locate,
         stale=stale(words),
@@ -130,8 +128,6 @@ def begun(words: Vocabulary, *, count: str = "", expires_at: str = "", fence: st
     return f"""
     fence = {words.remember(fence or next_fence(words))},{count}
     reading = {words.integer(":reading")},
-    tokens = 0,
-    bearers = 0,
     ttl = :ttl,
     acquired_at = {words.now},
     expires_at = {expires_at or words.after(":life")},
@@ -146,6 +142,11 @@ def begun(words: Vocabulary, *, count: str = "", expires_at: str = "", fence: st
 def _alive(words: Vocabulary) -> str:
     """The condition that names a tenure whose lease has not ended."""
     return f"lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > {words.now}"
+
+
+def _alive_by_either(words: Vocabulary) -> str:
+    """The same under its owner, or under the heir that the statement gives it."""
+    return f"lock_key = :key AND owner IN (:owner, :heir) AND fence = :fence AND expires_at > {words.now}"
 
 
 def _longer(words: Vocabulary) -> str:
@@ -189,24 +190,26 @@ def inspect(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
 SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO},
-       revoked_fence, freed_fence, revocation, bearers, kind, reading, {AWAITING}
+       revoked_fence, freed_fence, revocation, kind, reading, {AWAITING}
 FROM locks WHERE lock_key = :key
 """
     return Statement("inspect", sql, Reply.ROWS, owners=(0,))
 
 
-def reenter(words: Vocabulary) -> Statement:
-    """Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless.
+def set_count(words: Vocabulary) -> Statement:
+    """Safe: names the tenure and sets the number of entries, so it may arrive late and twice.
 
-    Durable: the longer lease is relied on.
+    A count that came too late, or never, is only shown: whoever holds the tenure releases it whatever the count.
+    Asynchronous; durable where the lease gets longer, which is relied on.
     """
     sql = f"""
 {words.change()}
-    count = {words.integer(":count")} + 1,
+    count = {words.integer(":count")},
     {_longer(words)}
-WHERE {_alive(words)} {words.durable}
+WHERE {_alive(words)}
+  {words.asynchronous_unless(f"{words.after(':life')} > expires_at")}
 """
-    return Statement("reenter", sql, Reply.COUNT, critical=True)
+    return Statement("set_count", sql, Reply.COUNT, critical=True)
 
 
 def extend(words: Vocabulary) -> Statement:
@@ -223,40 +226,36 @@ WHERE {_alive(words)} {words.durable}
     return Statement("extend", sql, Reply.COUNT, critical=True)
 
 
-def attach(words: Vocabulary) -> Statement:
-    """Safe: names the tenure and revives none.
+def detach(words: Vocabulary) -> Statement:
+    """Safe: names the tenure by the flow's owner token, or by the token's secret that takes its place.
 
-    Increments the row's count, so sending it twice may count twice: the key is then free later, at the end of the
-    lease; and never more tokens are outstanding than were handed out. Durable: the longer lease is relied on.
+    So it may be sent twice, and late: it revives none, and changes nothing once the token was used. From then on the
+    flow cannot renew or release the tenure. The lease gets no shorter, as a flow without an answer trusts it. Durable:
+    a crash that undid it would make the token worthless that its bearer relies on.
     """
     sql = f"""
 {words.change()}
-    count = {words.remember("count + 1")},
-    tokens = {words.greatest}(tokens - {words.integer(":counted")}, 0),
-    bearers = bearers + 1,
-    {_longer(words)},
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE {_alive(words)} {words.is_open()} {words.durable}
-{words.returning("count")}
+    owner = :heir,
+    count = 0,
+    ttl = :life,
+    {_longer(words)}
+WHERE {_alive_by_either(words)} {words.durable}
 """
-    return Statement("attach", sql, words.numbers)
+    return Statement("detach", sql, Reply.COUNT, critical=True)
 
 
-def adopt(words: Vocabulary) -> Statement:
-    """Safe: names the tenure and revives none, and never enters beside another holder.
+def attach(words: Vocabulary) -> Statement:
+    """Safe: names the tenure by the token's secret, or by the owner token that this attempt has made of it.
 
-    Resent after a lost answer it finds its own entry: then the tenure is closed until the lease ends that it has set.
-    No other token is outstanding then. Another bearer of the same token may attach beside it. Durable: it is relied on.
+    One attempt changes the owner, and every other one finds an owner that is not the secret; sent twice by the same
+    attempt it does the same. It revives none. Durable: a crash that undid it would let the token be used again beside
+    its bearer. Not before keys are open: a standby that was promoted may lack the attach of another bearer, which
+    believes in its lease until then.
     """
     sql = f"""
 {words.change()}
+    owner = :heir,
     count = 1,
-    tokens = 0,
-    bearers = {words.remember("bearers + 1")},
     ttl = :ttl,
     expires_at = {words.after(":life")},
     host = :host,
@@ -264,30 +263,9 @@ def adopt(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE {_alive(words)} AND count = 0 {words.is_open()} {words.durable}
-{words.returning("bearers")}
+WHERE {_alive_by_either(words)} {words.is_open()} {words.durable}
 """
-    return Statement("adopt", sql, words.numbers)
-
-
-def detach(words: Vocabulary) -> Statement:
-    """Safe: names the tenure. Leaves it alive, also at count 0: its token's bearer has until the end of the lease.
-
-    With a `count` it sets that, as the release does, and so may be sent twice; it does nothing if the row shows more
-    `bearers` than the flow knows of, or a higher count. Without one it decrements the row's count, and is sent once.
-    The row then counts one more token.
-    """
-    given = words.integer(":count")
-    sql = f"""
-{words.change()}
-    count = CASE WHEN {given} > 0 THEN {given} ELSE count END - 1,
-    tokens = CASE WHEN {given} > 0 THEN 1 ELSE tokens + 1 END,
-    {_longer(words)}
-WHERE {_alive(words)}
-  AND ({given} = 0 OR (count <= {given} AND bearers = {words.integer(":bearers")}))
-  {words.durable}
-"""
-    return Statement("detach", sql, Reply.COUNT, critical=True)
+    return Statement("attach", sql, Reply.COUNT)
 
 
 def _first_unserved(words: Vocabulary, free_before: str, free_after: str) -> str:
@@ -297,52 +275,24 @@ def _first_unserved(words: Vocabulary, free_before: str, free_after: str) -> str
 
 
 def release(words: Vocabulary) -> Statement:
-    """Safe: names the tenure and sets the count, so sending it twice is harmless.
+    """Safe: names the tenure, so it may arrive late and twice.
 
-    Asynchronous: if a crash loses it the key stays taken until the lease ends, which is late, not wrong. (It must not
-    ask for `owner IS NULL` afterwards: in a RETURNING clause SQLite 3.40 takes that for false.)
+    An empty owner keeps the key closed for the rest of `min_hold`. Asynchronous: if a crash loses it the key stays
+    taken until the lease ends, which is late, not wrong. Durable where `min_hold` keeps the key closed, which may be
+    for longer than the lease. (`min_hold` of 0 closes nothing, even if the clock was set back. Its answer must not ask
+    for `owner IS NULL`: in a RETURNING clause SQLite 3.40 takes that for false.)
     """
-    count = words.integer(":count")
+    not_before, no_sooner = words.after(":min_hold", "acquired_at"), f"{words.greatest}({words.now}, acquired_at)"
     sql = f"""
 {words.change()}
-    owner = CASE WHEN {count} > 1 THEN owner END,
-    expires_at = CASE WHEN {count} > 1 THEN expires_at ELSE {words.now} END,
-    count = {count} - 1
+    owner = CASE WHEN {not_before} > {no_sooner} THEN '' END,
+    expires_at = CASE WHEN {not_before} > {no_sooner} THEN {not_before} ELSE {words.now} END,
+    count = 0
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  {words.asynchronous}
-{_first_unserved(words, ":count = 1", "count = 0")}
+  {words.asynchronous_unless(f"{not_before} > {words.now}")}
+{_first_unserved(words, f"{not_before} <= {no_sooner}", f"expires_at <= {words.now}")}
 """
     return Statement("release", sql, words.numbers, critical=True)
-
-
-def leave(words: Vocabulary) -> Statement:
-    """Safe: names the tenure. Decrements the row's count, so it is sent twice only with a `count`.
-
-    With one it does nothing unless the row shows that count and the `bearers` that the flow knows of: `bearers` only
-    grows, so that one which arrives late, or twice, takes no other bearer's entry away.
-
-    If unused tokens are outstanding, the last holder leaves the tenure to their bearers, as `detach` does, unless its
-    lease has ended: that is never revived. An empty owner keeps the key closed for the rest of `min_hold`.
-    Asynchronous, as the release: if a crash loses it, the tenure is as it was, and its bearers have the rest of the
-    lease. Durable where `min_hold` keeps the key closed, which may be for longer than the lease.
-    """
-    given = words.integer(":count")
-    not_before = words.after(":min_hold", "acquired_at")
-    owed = f"tokens > 0 AND expires_at > {words.now}"
-    free = f"count <= 1 AND (tokens = 0 OR expires_at <= {words.now}) AND {not_before} <= {words.now}"
-    sql = f"""
-{words.change()}
-    owner = CASE WHEN count > 1 OR ({owed}) THEN owner WHEN {not_before} > {words.now} THEN '' END,
-    expires_at = CASE WHEN count > 1 THEN expires_at
-                      WHEN {owed} THEN {words.greatest}(expires_at, {words.after(":life")})
-                      ELSE {words.greatest}({words.now}, {not_before}) END,
-    count = {words.greatest}(count - 1, 0)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND ({given} = 0 OR (count = {given} AND bearers = {words.integer(":bearers")}))
-  {words.asynchronous_unless(f"{not_before} > {words.now}")}
-{_first_unserved(words, free, f"expires_at <= {words.now}")}
-"""
-    return Statement("leave", sql, words.numbers, critical=True)
 
 
 def stale(words: Vocabulary) -> Statement:
@@ -475,9 +425,7 @@ WHERE {ours_to_hand_over(words)}
 
 def ours_to_hand_over(words: Vocabulary) -> str:
     """The condition of `hand_over_local`."""
-    ours = words.unpinned(
-        f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
-    )
+    ours = words.unpinned(f"owner = :owner AND fence = {words.bigint(':fence')} AND expires_at > {words.now}")
     return f"""lock_key = :key AND kind = {words.integer(":kind")} AND {ours}
   AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0) {words.is_open()}"""
 
@@ -608,8 +556,6 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation {long} DEFAULT '' NOT NULL,
-    tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL,
     kind integer DEFAULT 0 NOT NULL,
     reading integer DEFAULT 0 NOT NULL,
     awaiting_fence bigint DEFAULT 0 NOT NULL,

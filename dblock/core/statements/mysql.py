@@ -173,8 +173,7 @@ FROM DUAL WHERE TRUE {SQL.is_open("")}
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
 # up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
-# statement; no other statement locks two rows, except another process's renewal of a tenure that both hold (1213, which
-# is retried). Durable: the longer leases are relied on.
+# statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
     f"""
@@ -274,8 +273,6 @@ SET place.expires_at = place.joined_at,
     locks.fence = {SQL.remember(f"GREATEST(locks.fence + {STEP}, {SQL.micros})")},
     locks.count = 1,
     locks.reading = next.reading,
-    locks.tokens = 0,
-    locks.bearers = 0,
     locks.ttl = next.ttl,
     locks.acquired_at = {SQL.now},
     locks.expires_at = LEAST(next.expires_at, {SQL.after("next.ttl")}),

@@ -154,8 +154,7 @@ RETURNING fence
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
-# statement; no other statement locks two rows, except another process's renewal of a tenure that both hold (40P01,
-# which is retried). Durable: the longer leases are relied on.
+# statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
     f"""
@@ -287,8 +286,6 @@ WITH next AS MATERIALIZED (
         fence = greatest(locks.fence + {STEP}, {SQL.micros}),
         count = 1,
         reading = next.reading,
-        tokens = 0,
-        bearers = 0,
         ttl = next.ttl,
         acquired_at = {SQL.now},
         expires_at = least({_ENDS}, CASE WHEN {_ASYNCHRONOUS} THEN locks.expires_at END),
@@ -324,7 +321,7 @@ FROM granted
 )
 
 # Safe: a release and a take in one (`common.hand_over_local`). Durable; or covered, as a grant may be, and for the same
-# reasons, if the heir's watchdog will make the lease whole, and no token of the ending tenure exists (`covers`). The
+# reasons, if the heir's watchdog will make the lease whole (`covers`). The
 # database notifies no waiter: the holder notifies the heir, which is in its process, once it has the answer.
 _LEFT: Final = f"locks.expires_at - {SQL.now}"
 _LEFT_MS: Final = f"greatest(CAST(floor(extract(epoch FROM {_LEFT}) * 1000) AS bigint), 1)"

@@ -171,8 +171,6 @@ UPDATE locks SET
     fence = max(fence + {STEP}, {SQL.micros}),
     count = 1,
     reading = next.reading,
-    tokens = 0,
-    bearers = 0,
     ttl = next.ttl,
     acquired_at = {SQL.now},
     expires_at = min(next.expires_at, {SQL.after("next.ttl")}),

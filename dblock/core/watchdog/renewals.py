@@ -94,12 +94,10 @@ class Renewal:
 
     def _renew(self, leases: Sequence[Due], budget: float) -> Steps[None]:
         database = self.store.database
-        lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
-        for due in leases:
-            lives[due.tenure] = max(due.life, lives.get(due.tenure, 0.0))
+        lives = [(due.tenure, due.life) for due in leases]
         not_notified = {due.tenure for due in leases if due.hold.revoked is None}
         try:
-            sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + budget, not_notified)
+            sent, alive = yield from tenures.renew(database, lives, database.now() + budget, not_notified)
         except LockError as error:
             if type(error) is StoreBusy and len(leases) > 1:
                 # One row that a transaction has locked must not cost the others their leases.

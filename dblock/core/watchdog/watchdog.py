@@ -264,7 +264,7 @@ class Watchdog(Worker):
         return [hold for hold in self._given_up if hold.store is store]
 
     def giving_back(self, hold: Hold) -> None:
-        """Called before a hold is released: a count that others lower too must not be lowered twice."""
+        """Called before a hold is released."""
         self._given_up = [each for each in self._given_up if each is not hold]
 
     # -- the watching thread

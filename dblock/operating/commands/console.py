@@ -125,6 +125,7 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,
+        "handed_over_for": None if info.handed_over is None else round(info.handed_over, 6),
         "held_for": round(info.age + min(info.remaining, 0.0), 6) if info.owner else None,
         "remaining": None if info.owner is None else round(info.remaining, 6),
         "waiters": row.waiters,
@@ -186,6 +187,7 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
         return (info.key, row.state, "-", f"given back {span(-info.remaining)} ago", waiting, *who)
     left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
     held_for = "-" if row.state == "closed" else span(info.age + min(info.remaining, 0.0))
+    held_for = held_for if info.handed_over is None else f"detached {span(info.handed_over)} ago"
     return (info.key, row.state, held_for, left, waiting, *who)
 
 

@@ -23,9 +23,8 @@ exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the
 (--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 77 if it was lost, and the
 command could not be ended; 69 if the database failed; 126 or 127 if the command cannot be run, or found. A command that
 runs as another user (`run KEY -- sudo CMD`) cannot be ended and is sent no signals, unless `run` is root: run dblock
-itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
-environment, and DBLOCK_SLOT with --permits; a line for each of several keys (one fence above them all). DBLOCK_TOKEN is
-a secret, with which one can attach to the lock."""
+itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_SEQUENCER in its
+environment, and DBLOCK_SLOT with --permits; a line for each of several keys (one fence above them all)."""
 
 
 def add_verbs(commands: _SubParsersAction[Any]) -> None:

@@ -39,7 +39,7 @@ def release(context: Context, options: Namespace) -> int:
     pinned = None if options.ask else context.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
-        share = next((each for each in context.survey(key + SHARE) if each.state == "held"), None)
+        share = next((each for each in context.survey(key + SHARE) if each.info.state == "held"), None)
         if share is not None:
             example = shlex.quote(printable(share.info.key))
             complain(f"its readers hold it, or permits are in use: free each by its own name, such as {example}")

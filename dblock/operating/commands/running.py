@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -33,13 +34,12 @@ from typing import Any, Final, Self
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.identity import storable
-from dblock.core.lock.leaving import share
 from dblock.core.lock.locks import SyncLock
 from dblock.core.lock.several import SyncLocks
 from dblock.core.text import printable
 from dblock.operating.commands.console import complain
 from dblock.operating.commands.context import Context, options_of
-from dblock.operating.commands.watcher import OVER, out_of_reach
+from dblock.operating.commands.watcher import OVER, RUN, out_of_reach
 
 BUSY: Final = 75
 """The lock was not free in time (EX_TEMPFAIL of sysexits.h)."""
@@ -131,11 +131,14 @@ def _busy(context: Context, key: str) -> str:
 def _run(lock: SyncLocks, options: Namespace, pipe: _Pipe) -> int:
     """Run the command while the lock is held; its exit status."""
     try:
+        for each in lock:
+            _ = each._surely_held()
         environment = {
             **os.environ,
             "DBLOCK_KEY": "\n".join(lock.keys),
             "DBLOCK_FENCE": str(lock.fence),
-            "DBLOCK_TOKEN": "\n".join(share(each) for each in lock),
+            "DBLOCK_SEQUENCER": "\n".join(each.sequencer for each in lock),
+            RUN: secrets.token_hex(16),
         }
         _ = environment.pop("DBLOCK_SLOT", None)  # of an outer `run`
         if options.permits:

@@ -39,6 +39,7 @@ _MORE = {
     "pinned": ": nobody can take the key until a transaction ends, whatever the lease says",
     "shared": ": readers hold it, or permits are in use; each has a row of its own, below",
     "closed": ": it was given back, and its min_hold is not over",
+    "in hand-over": ": nobody holds it until its token is used",
 }
 """What is said of a state."""
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
@@ -129,7 +130,7 @@ def _counted(rows: Iterable[Surveyed], shares: Counter[str]) -> Iterator[Surveye
     """The rows; meanwhile the readers and the permits in use are counted for their keys."""
     for row in rows:
         key, share, _ = row.info.key.partition(SHARE)
-        if share and row.state == "held":
+        if share and row.info.state == "held":
             shares[key] += 1
         yield row
 
@@ -150,9 +151,11 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
             ("free since" if surveyed.state == "free" else "given back", f"{span(-info.remaining)} ago"),
             ("waiters", row[4]),
         ]
-    who, since = {"waiting": ("next", "waiting for"), "closed": ("last held by", "held for")}.get(
-        surveyed.state, ("holder" if info.count else "detached by", "held for")
-    )
+    who, since = {
+        "waiting": ("next", "waiting for"),
+        "closed": ("last held by", "held for"),
+        "in hand-over": ("detached by", "since"),
+    }.get(surveyed.state, ("holder", "held for"))
     facts += [
         (who, str(info.identity)),
         ("label", info.label or "-"),

@@ -5,9 +5,9 @@
 Its input says which process the command is, and at last `OVER`; if it ends otherwise, `run` was killed. Then the
 watcher ends its own group and the command, and the group that the command leads or comes to lead. It looks all of them
 up again and again, so that it uses no number that may have been given out anew; its own group, 0, is the last, since
-the watcher is in it. If `run` was killed before it could say which process the command is, that is the process with the
-lock's token in its environment (on Linux). The command has begun by then: until it does, it keeps the pipe open.
-Processes of other users (`sudo`) accept no signal of ours: standard error names those that stay.
+the watcher is in it. If `run` was killed before it could say which process the command is, that is the process with
+our `DBLOCK_RUN`, a random name, in its environment (on Linux). The command has begun by then: until it does, it keeps
+the pipe open. Processes of other users (`sudo`) accept no signal of ours: standard error names those that stay.
 
 Rule: it is run by its path, and a command waits for its start: it imports what the interpreter has loaded anyway.
 """
@@ -19,6 +19,8 @@ import signal
 import sys
 import time
 
+RUN = "DBLOCK_RUN"
+"""The variable with the name of this run, by which a command is found."""
 READY = b"."
 """Signals do not end it any more."""
 OVER = b"."
@@ -38,7 +40,7 @@ def main(kill_after: float, *, shared: bool) -> None:
         said += more
     if said.endswith(OVER):
         return
-    ended = _Ended([int(said)] if said else _bearers(), shared=shared)
+    ended = _Ended([int(said)] if said else _commands(), shared=shared)
     ended.tell(signal.SIGTERM)
     ended.tell(signal.SIGCONT)
     ended.report("cannot be ended")
@@ -47,7 +49,7 @@ def main(kill_after: float, *, shared: bool) -> None:
         time.sleep(0.05)
         ended.tell(0)
     if not said:
-        ended.commands += _bearers()
+        ended.commands += _commands()
     ended.report("were not ended and still run")  # before the signal, which ends this process too
     ended.tell(signal.SIGKILL)
 
@@ -132,9 +134,9 @@ def _group_of(process: int) -> int:
         return 0
 
 
-def _bearers() -> list[int]:
-    """The processes that have our token in their environment."""
-    token, found = b"DBLOCK_TOKEN=" + os.environb[b"DBLOCK_TOKEN"], list[int]()
+def _commands() -> list[int]:
+    """The processes that have the name of this run in their environment."""
+    name, found = os.fsencode(f"{RUN}={os.environ[RUN]}"), list[int]()
     try:
         processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - nor this
     except OSError:
@@ -142,7 +144,7 @@ def _bearers() -> list[int]:
     for process in processes:
         try:
             with open(f"/proc/{process}/environ", "rb") as environment:  # noqa: PTH123 - nor this
-                if token in environment.read().split(b"\0") and process != os.getpid():
+                if name in environment.read().split(b"\0") and process != os.getpid():
                     found.append(process)
         except OSError:
             pass

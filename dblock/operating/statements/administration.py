@@ -45,7 +45,7 @@ class Administration(NamedTuple):
 def _statements(words: Vocabulary) -> Administration:
     info = f"""locks.owner, locks.fence, locks.count, locks.ttl, {words.since("locks.acquired_at")},
        {words.until("locks.expires_at")}, {", ".join(f"locks.{name}" for name in WHO.split(", "))},
-       revoked_fence, freed_fence, revocation, bearers, kind, reading, {common.AWAITING}"""
+       revoked_fence, freed_fence, revocation, kind, reading, {common.AWAITING}"""
     waiting = f"""SELECT count(*) FROM lock_waiters AS waiter
         WHERE waiter.lock_key = locks.lock_key AND waiter.ticket > locks.served_ticket
           AND waiter.expires_at > {words.now}"""

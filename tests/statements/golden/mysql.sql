@@ -17,8 +17,6 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL,
-    tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL,
     kind integer DEFAULT 0 NOT NULL,
     reading integer DEFAULT 0 NOT NULL,
     awaiting_fence bigint DEFAULT 0 NOT NULL,
@@ -75,7 +73,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
@@ -96,13 +94,13 @@ AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6));
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
--- reenter: one empty row for each row that it changed
+-- set_count: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET count = :count + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET count = :count, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -137,65 +135,34 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6);
 
--- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
-UPDATE locks FORCE INDEX (PRIMARY)
-SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), bearers = bearers + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > UTC_TIMESTAMP(6)
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = @@server_uuid
-AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
-
--- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
-UPDATE locks FORCE INDEX (PRIMARY)
-SET count = 1, tokens = 0, bearers = LAST_INSERT_ID(bearers + 1), ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > UTC_TIMESTAMP(6)
-AND count = 0
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = @@server_uuid
-AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
-
 -- detach: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, tokens = CASE WHEN :count > 0 THEN 1 ELSE tokens + 1 END, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET owner = :heir, count = 0, ttl = :life, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
-AND owner = :owner
+AND owner IN (:owner, :heir)
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- attach: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET owner = :heir, count = 1, ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner IN (:owner, :heir)
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6)
-AND (:count = 0 OR (count <= :count
-AND bearers = :bearers));
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
-SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
+SET owner = CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > GREATEST(UTC_TIMESTAMP(6), acquired_at) THEN '' END, expires_at = CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > GREATEST(UTC_TIMESTAMP(6), acquired_at) THEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND ELSE UTC_TIMESTAMP(6) END, count = 0
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND LAST_INSERT_ID(CASE WHEN :count = 1
-AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
-
--- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
-UPDATE locks FORCE INDEX (PRIMARY)
-SET owner = CASE WHEN count > 1 OR (tokens > 0
-AND expires_at > UTC_TIMESTAMP(6)) THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
-AND expires_at > UTC_TIMESTAMP(6) THEN GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND) ELSE GREATEST(UTC_TIMESTAMP(6), acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END, count = GREATEST(count - 1, 0)
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND (:count = 0 OR (count = :count
-AND bearers = :bearers))
-AND LAST_INSERT_ID(CASE WHEN count <= 1
-AND (tokens = 0 OR expires_at <= UTC_TIMESTAMP(6))
-AND acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)
+AND LAST_INSERT_ID(CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND <= GREATEST(UTC_TIMESTAMP(6), acquired_at)
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
 -- pin: the rows it returns
@@ -282,7 +249,7 @@ AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_J
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
@@ -319,12 +286,11 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
 AND fence = :fence
-AND count = 1
 AND expires_at > UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :handovers_left > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
@@ -456,7 +422,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
@@ -521,11 +487,11 @@ AND fence = :fence;
 
 -- leave_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
-SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
+SET owner = CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > GREATEST(UTC_TIMESTAMP(6), acquired_at) THEN '' END, expires_at = CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > GREATEST(UTC_TIMESTAMP(6), acquired_at) THEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND ELSE UTC_TIMESTAMP(6) END, count = 0
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND LAST_INSERT_ID(CASE WHEN :count = 1
+AND LAST_INSERT_ID(CASE WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND <= GREATEST(UTC_TIMESTAMP(6), acquired_at)
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
 -- awaited: the rows it returns
@@ -541,7 +507,7 @@ FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
 
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6))

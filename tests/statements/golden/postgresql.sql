@@ -17,8 +17,6 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) COLLATE "C" DEFAULT '' NOT NULL,
-    tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL,
     kind integer DEFAULT 0 NOT NULL,
     reading integer DEFAULT 0 NOT NULL,
     awaiting_fence bigint DEFAULT 0 NOT NULL,
@@ -72,7 +70,7 @@ SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1
 
 -- take: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
@@ -100,19 +98,19 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
+SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
--- reenter: one empty row for each row that it changed
+-- set_count: one empty row for each row that it changed
 UPDATE locks
-SET count = CAST(:count AS integer) + 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET count = CAST(:count AS integer), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+AND CASE WHEN clock_timestamp() + make_interval(secs => :life) > expires_at THEN (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ELSE set_config('synchronous_commit', 'off', true) IS NOT NULL END;
 
 -- extend: one empty row for each row that it changed
 UPDATE locks
@@ -142,72 +140,37 @@ AND locks.owner = due.owner
 AND locks.fence = due.fence
 WHERE expires_at > clock_timestamp();
 
--- attach: the rows it returns
-UPDATE locks
-SET count = count + 1, tokens = greatest(tokens - CAST(:counted AS integer), 0), bearers = bearers + 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > clock_timestamp()
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
-AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING count;
-
--- adopt: the rows it returns
-UPDATE locks
-SET count = 1, tokens = 0, bearers = bearers + 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > clock_timestamp()
-AND count = 0
-AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
-AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING bearers;
-
 -- detach: one empty row for each row that it changed
 UPDATE locks
-SET count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1, tokens = CASE WHEN CAST(:count AS integer) > 0 THEN 1 ELSE tokens + 1 END, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET owner = :heir, count = 0, ttl = :life, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
-AND owner = :owner
+AND owner IN (:owner, :heir)
 AND fence = :fence
 AND expires_at > clock_timestamp()
-AND (CAST(:count AS integer) = 0 OR (count <= CAST(:count AS integer)
-AND bearers = CAST(:bearers AS integer)))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+
+-- attach: one empty row for each row that it changed
+UPDATE locks
+SET owner = :heir, count = 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner IN (:owner, :heir)
+AND fence = :fence
+AND expires_at > clock_timestamp()
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- release: the rows it returns
 UPDATE locks
-SET owner = CASE WHEN CAST(:count AS integer) > 1 THEN owner END, expires_at = CASE WHEN CAST(:count AS integer) > 1 THEN expires_at ELSE clock_timestamp() END, count = CAST(:count AS integer) - 1
+SET owner = CASE WHEN acquired_at + make_interval(secs => :min_hold) > greatest(clock_timestamp(), acquired_at) THEN '' END, expires_at = CASE WHEN acquired_at + make_interval(secs => :min_hold) > greatest(clock_timestamp(), acquired_at) THEN acquired_at + make_interval(secs => :min_hold) ELSE clock_timestamp() END, count = 0
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN count = 0
-AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
-
--- leave: the rows it returns
-UPDATE locks
-SET owner = CASE WHEN count > 1 OR (tokens > 0
-AND expires_at > clock_timestamp()) THEN owner WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
-AND expires_at > clock_timestamp() THEN greatest(expires_at, clock_timestamp() + make_interval(secs => :life)) ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END, count = greatest(count - 1, 0)
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND (CAST(:count AS integer) = 0 OR (count = CAST(:count AS integer)
-AND bearers = CAST(:bearers AS integer)))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND CASE WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ELSE set_config('synchronous_commit', 'off', true) IS NOT NULL END
 RETURNING CASE WHEN expires_at <= clock_timestamp()
@@ -299,7 +262,7 @@ AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
@@ -346,12 +309,11 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner = :owner
 AND fence = CAST(:fence AS bigint)
-AND count = 1
 AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
@@ -477,7 +439,7 @@ RETURNING fence;
 
 -- take_slot: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
@@ -593,7 +555,7 @@ WHERE lock_key > :after ORDER BY lock_key LIMIT CAST(:most AS integer) ) AS page
 
 -- list_keys: the rows it returns
 SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, CAST(extract(epoch FROM clock_timestamp() - locks.acquired_at) AS double precision), CAST(extract(epoch
-FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
+FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > clock_timestamp())

@@ -17,8 +17,6 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) DEFAULT '' NOT NULL,
-    tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL,
     kind integer DEFAULT 0 NOT NULL,
     reading integer DEFAULT 0 NOT NULL,
     awaiting_fence bigint DEFAULT 0 NOT NULL,
@@ -70,7 +68,7 @@ CREATE TABLE lock_epoch (
 
 -- take: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
@@ -84,13 +82,13 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
--- reenter: one empty row for each row that it changed
+-- set_count: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET count = :count + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET count = :count, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -122,54 +120,28 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
--- attach: the rows it returns
-UPDATE locks INDEXED BY locks_pin
-SET count = count + 1, tokens = max(tokens - :counted, 0), bearers = bearers + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-RETURNING count;
-
--- adopt: the rows it returns
-UPDATE locks INDEXED BY locks_pin
-SET count = 1, tokens = 0, bearers = bearers + 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND count = 0
-RETURNING bearers;
-
 -- detach: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, tokens = CASE WHEN :count > 0 THEN 1 ELSE tokens + 1 END, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET owner = :heir, count = 0, ttl = :life, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
-AND owner = :owner
+AND owner IN (:owner, :heir)
 AND fence = :fence
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND (:count = 0 OR (count <= :count
-AND bearers = :bearers));
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- attach: one empty row for each row that it changed
+UPDATE locks INDEXED BY locks_pin
+SET owner = :heir, count = 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner IN (:owner, :heir)
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- release: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = :count - 1
+SET owner = CASE WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), acquired_at) THEN '' END, expires_at = CASE WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), acquired_at) THEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = 0
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-RETURNING CASE WHEN count = 0
-AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
-
--- leave: the rows it returns
-UPDATE locks INDEXED BY locks_pin
-SET owner = CASE WHEN count > 1 OR (tokens > 0
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')) THEN owner WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))) ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END, count = max(count - 1, 0)
-WHERE lock_key = :key
-AND owner = :owner
-AND fence = :fence
-AND (:count = 0 OR (count = :count
-AND bearers = :bearers))
 RETURNING CASE WHEN expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
@@ -236,7 +208,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
-SET owner = next.owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SET owner = next.owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
 SELECT * FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= :first
@@ -267,12 +239,11 @@ WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
 AND fence = :fence
-AND count = 1
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :handovers_left > 0)
 RETURNING fence;
@@ -366,7 +337,7 @@ RETURNING fence;
 
 -- take_slot: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
@@ -421,11 +392,11 @@ AND fence = :fence;
 
 -- leave_slot: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = :count - 1
+SET owner = CASE WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), acquired_at) THEN '' END, expires_at = CASE WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), acquired_at) THEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = 0
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-RETURNING CASE WHEN count = 0
+RETURNING CASE WHEN expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- awaited: the rows it returns
@@ -441,7 +412,7 @@ FROM locks INDEXED BY locks_pin
 WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
 
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))

@@ -17,8 +17,6 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL,
-    tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL,
     kind integer DEFAULT 0 NOT NULL,
     reading integer DEFAULT 0 NOT NULL,
     awaiting_fence bigint DEFAULT 0 NOT NULL,
