@@ -441,7 +441,7 @@ RELEASE: Final = (
     *of_tenure("release", lease=False),
 )
 
-_MIN_HOLD: Final = (
+MIN_HOLD: Final = (
     Case(
         "release",
         "the key stays closed for the rest of the shortest hold, is nobody's, and is nobody's turn yet",
@@ -686,7 +686,7 @@ CASES: Final = (
     *_DETACH,
     *_ATTACH,
     *RELEASE,
-    *_MIN_HOLD,
+    *MIN_HOLD,
     *_PIN,
     *_LOCATE,
     *_STALE,

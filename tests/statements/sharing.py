@@ -28,7 +28,7 @@ from tests.statements.cases import (
     names,
     waiter,
 )
-from tests.statements.keys import BEGUN, CREATED, RELEASE, lasts_longer, of_tenure
+from tests.statements.keys import BEGUN, CREATED, MIN_HOLD, RELEASE, lasts_longer, of_tenure
 
 POSTGRESQL: Final = ("postgresql",)
 NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
@@ -507,7 +507,7 @@ _LEAVE_SLOT: Final = (
         )
         for databases, reply in ((POSTGRESQL, [(None, None)]), (MYSQL, [(0,)]))
     ),
-    *(replace(case, statement="leave_slot", on=NOT_POSTGRESQL) for case in RELEASE),
+    *(replace(case, statement="leave_slot", on=NOT_POSTGRESQL) for case in (*RELEASE, *MIN_HOLD)),
 )
 
 _AWAITED_CASES: Final = tuple(
