@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import math
@@ -600,6 +601,54 @@ def test_a_detach_that_failed_leaves_the_hold(store: FakeStore, error: BaseExcep
     assert valid_token(lock.detach()).tenure.owner == secret, "the first may yet be executed"
 
 
+def test_a_detach_that_is_interrupted_before_it_is_sent_leaves_the_hold(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may run right after the watchdog has let go of it."""
+    lock, watchdog = FakeLock(store), runtime.current.watchdog
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+
+    def interrupted(hold: Hold) -> bool:
+        assert Watchdog.discard(watchdog, hold)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(watchdog, "discard", interrupted)
+        lock.detach()
+    assert watchdog.is_watching(hold)
+    lock.release()
+
+
+def test_a_with_that_was_detached_releases_nothing_after_an_interrupted_block(store: FakeStore) -> None:
+    """An entry that no code can leave is no reason not to detach, and not what the `with` ends by."""
+    with FakeLock(store) as lock:
+        [hold] = current_flow().holds.values()
+        hold.entries.append(Entry(FakeLock(store), "with"))
+        gc.collect()
+        _ = lock.detach()
+    assert "release" not in store.sent
+
+
+def test_a_lease_is_in_a_renewal_once(store: FakeStore) -> None:
+    """Also a short one of a long ttl, which began with that of a place and is due again soon."""
+    sent = list[str]()
+
+    def renew(step: Execute) -> Rows:
+        sent.append(str(step.parameters["leases"]))
+        return [()] * len(json.loads(sent[-1]))
+
+    store.answers["renew"] = renew
+    lock = FakeLock(store, ttl=30.0)
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    hold.lease.term, hold.lease.due = 5.0, clock.now()
+    runtime.current.watchdog.wake()
+    wait_until(lambda: sent)
+    assert [len(json.loads(each)) for each in sent] == [1]
+    lock.release()
+
+
 def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeStore) -> None:
     """It names the owner before, and finds no such tenure."""
     lost = list[Reason]()
@@ -613,6 +662,20 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     assert hold.lease.loss is None
     assert not hold.loss_reported
     assert not lost
+
+
+def test_a_count_that_is_set_already_is_no_loss(store: FakeStore) -> None:
+    """A client of MySQL may count the rows that were changed, and not those that were found."""
+    lock = FakeLock(store)
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    shown = LockInfo("k", hold.tenure.owner, 7, 2, 30.0, 1.0, 29.0, "", Identity("h", 1, "t", "p", ""))
+    store.answers |= {"set_count": lambda _: [], "inspect": lambda _: [columns_of(shown)]}
+    lock.acquire()
+    assert lock.count == 2
+    lock.release()
+    assert lock.state == "held"
+    lock.release()
 
 
 def test_a_re_entry_is_not_undone_when_it_is_interrupted(store: FakeStore) -> None:

@@ -406,9 +406,16 @@ _ATTACH: Final = (
     Case(
         "attach",
         "whose lease may be shorter",
-        keys=[held(count=0, expires_at=At(100))],
+        keys=[held(count=0, ttl=100.0, expires_at=At(100))],
         reply=DONE,
         after={"k": _HELD_BY_HEIR},
+    ),
+    Case(
+        "attach",
+        "one that comes late shortens no lease that its heir has extended",
+        keys=[held(owner="heir", ttl=100.0, expires_at=At(100))],
+        reply=DONE,
+        after={"k": WHO},
     ),
 )
 

@@ -637,6 +637,7 @@ _RELAYED: Final = {
     **NEW,
     "owner": "heir",
     "fence": CLOCK,
+    "count": 1,
     "reading": 1,
     "ttl": 60.0,
     "acquired_at": NOW,

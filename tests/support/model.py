@@ -375,7 +375,8 @@ class World:
         row = self._changes_hands(p)
         if row is None or not self._in_epoch(row):
             return []
-        row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": self.time + p["life"]}
+        least = row["expires_at"] if row["owner"] == p["heir"] else 0.0  # sent again
+        row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": max(self.time + p["life"], least)}
         return [()]
 
     def _extend(self, p: dict[str, Any]) -> Rows:

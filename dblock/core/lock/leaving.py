@@ -86,19 +86,21 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     watchdog, database = runtime.current.watchdog, hold.store.database
     token = _token(hold, secret)
     life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
-    if not watchdog.discard(hold):  # release_all() was faster
-        raise lock._lost(hold)
     hold.secret = secret
     try:
+        if not watchdog.discard(hold):  # release_all() was faster
+            raise lock._lost(hold)  # noqa: TRY301 - an interrupt may come before
         detached = yield from tenures.detach(database, hold.tenure, secret, life)
         loss = None if detached else (yield from tenures.why_lost(database, hold.tenure))
     except BaseException:  # its next renewal finds out whether it is handed over
-        watchdog.add(hold)
+        if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
+            watchdog.add(hold)
         raise
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         hold.lease.explain(loss)
         raise lock._lost(hold)
-    hold.entries[-1].detached = True
+    for entry in hold.entries:  # the last one may be what an interrupted block has left behind
+        entry.detached = True
     take_out(hold)
     hold.entries = []
     freed(hold)

@@ -197,7 +197,9 @@ def set_count(
     parameters: Parameters = {**tenure._asdict(), "count": count, "life": life}
     until = database.now() + min(database.timing.retry_budget, ttl or math.inf)
     sent, rows = yield from send(database, database.dialect.set_count, parameters, until, resend=True)
-    return Grant(tenure, sent, ttl) if rows else None
+    # A client of MySQL may count rows that were changed: not one that had this count already, and a lease long enough.
+    alive = bool(rows) or (yield from verify(database, tenure))
+    return Grant(tenure, sent, ttl) if alive else None
 
 
 def renew(

@@ -247,17 +247,20 @@ WHERE {_alive_by_either(words)} {words.durable}
 def attach(words: Vocabulary) -> Statement:
     """Safe: names the tenure by the token's secret, or by the owner token that this attempt has made of it.
 
-    One attempt changes the owner, and every other one finds an owner that is not the secret; sent twice by the same
-    attempt it does the same. It revives none. Durable: a crash that undid it would let the token be used again beside
-    its bearer. Not before keys are open: a standby that was promoted may lack the attach of another bearer, which
-    believes in its lease until then.
+    One attempt changes the owner, and every other one finds an owner that is not the secret. A second sending of the
+    same attempt may come late, when the bearer has extended the lease: it shortens nothing. It revives none. Durable: a
+    crash that undid it would let the token be used again beside its bearer. Not before keys are open: a standby that
+    was promoted may lack the attach of another bearer, which believes in its lease until then.
     """
+    sent_again = "CASE WHEN owner = :heir THEN {} ELSE {} END"
+    ttl = sent_again.format(f"{words.greatest}(ttl, :ttl)", ":ttl")
+    ends = sent_again.format(f"{words.greatest}(expires_at, {words.after(':life')})", words.after(":life"))
     sql = f"""
 {words.change()}
-    owner = :heir,
     count = 1,
-    ttl = :ttl,
-    expires_at = {words.after(":life")},
+    ttl = {ttl},
+    expires_at = {ends},
+    owner = :heir,
     host = :host,
     pid = :pid,
     thread = :thread,
@@ -415,7 +418,7 @@ def hand_over_local(words: Vocabulary) -> Statement:
     """
     sql = f"""
 {words.change_at_once(words.by_pin)}
-    owner = :heir,{begun(words)}
+    owner = :heir,{begun(words, count=" count = 1,")}
 WHERE {ours_to_hand_over(words)}
   {words.durable}
 {words.returning("fence")}

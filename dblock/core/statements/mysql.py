@@ -12,7 +12,8 @@ so a flow that was refused once reads (`inspect`, `queue_status`) before it writ
 Neither database has UPDATE ... RETURNING: `LAST_INSERT_ID(expr)` brings the fence back in the same round trip. SET
 assigns from left to right and later expressions see earlier results, so `count` comes after those that read it. Row
 counts may mean "matched" or "changed" depending on a flag of the client; every SET below changes the row it matches,
-so both are the same.
+so both are the same. (Where `set_count`, `detach` or `renew` may not, who sends it reads the row before it believes in
+a loss.)
 
 A pin is a shared lock of the guarded transaction on the row's entry in the index `locks_pin`. A covering read locks
 that entry and not the row, and reads the latest state whatever the transaction's snapshot. A take reaches its row

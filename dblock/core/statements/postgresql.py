@@ -326,11 +326,12 @@ FROM granted
 _LEFT: Final = f"locks.expires_at - {SQL.now}"
 _LEFT_MS: Final = f"greatest(CAST(floor(extract(epoch FROM {_LEFT}) * 1000) AS bigint), 1)"
 """The rest of the lease in whole milliseconds, at least 1, as 0 means that the hand-over was not covered."""
+_RELAYED_UNTIL: Final = f"least({SQL.after(':life')}, CASE WHEN {_ASYNCHRONOUS} THEN expires_at END)"
 HAND_OVER_LOCAL: Final = Statement(
     "hand_over_local",
     f"""
 UPDATE locks SET
-    owner = :heir,{begun(SQL, expires_at=f"least({SQL.after(':life')}, CASE WHEN {_ASYNCHRONOUS} THEN expires_at END)")}
+    owner = :heir,{begun(SQL, count=" count = 1,", expires_at=_RELAYED_UNTIL)}
 WHERE {ours_to_hand_over(SQL)}
   AND CASE WHEN fence < {SQL.micros}
             AND CAST(:covers AS integer) = 1 AND {_ALONE}

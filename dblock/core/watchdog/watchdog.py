@@ -374,7 +374,10 @@ class Watchdog(Worker):
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Add the leases that will be due soon, so that leases that began one by one are renewed together."""
+        given = set(holds)  # a short lease is due again as soon
         for hold in list(self._holds):
+            if hold in given:
+                continue
             if hold.store is store and hold.loop is loop and hold.lease.renewing and hold.lease.loss is None:
                 now = hold.lease.now()
                 if now < hold.lease.due <= now + hold.lease.ttl / 12:

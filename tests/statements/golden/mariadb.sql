@@ -144,7 +144,7 @@ AND expires_at > UTC_TIMESTAMP(6);
 
 -- attach: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET owner = :heir, count = 1, ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = 1, ttl = CASE WHEN owner = :heir THEN GREATEST(ttl, :ttl) ELSE :ttl END, expires_at = CASE WHEN owner = :heir THEN GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND) ELSE UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND END, owner = :heir, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner IN (:owner, :heir)
 AND fence = :fence
@@ -278,7 +278,7 @@ AND expires_at > UTC_TIMESTAMP(6);
 -- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner

@@ -152,7 +152,7 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 
 -- attach: one empty row for each row that it changed
 UPDATE locks
-SET owner = :heir, count = 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = 1, ttl = CASE WHEN owner = :heir THEN greatest(ttl, :ttl) ELSE :ttl END, expires_at = CASE WHEN owner = :heir THEN greatest(expires_at, clock_timestamp() + make_interval(secs => :life)) ELSE clock_timestamp() + make_interval(secs => :life) END, owner = :heir, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner IN (:owner, :heir)
 AND fence = :fence
@@ -309,7 +309,7 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner = :owner

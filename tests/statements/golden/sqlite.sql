@@ -130,7 +130,7 @@ AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- attach: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, count = 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = 1, ttl = CASE WHEN owner = :heir THEN max(ttl, :ttl) ELSE :ttl END, expires_at = CASE WHEN owner = :heir THEN max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))) ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)) END, owner = :heir, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner IN (:owner, :heir)
 AND fence = :fence
@@ -239,7 +239,7 @@ WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
