@@ -43,7 +43,10 @@ SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_what_was_granted_survives(name: str) -> None:
-    """Killed after each kind of statement: takes, extensions and re-entries are there; fences never come back."""
+    """Killed after each kind of statement: takes and extensions are there; fences never come back.
+
+    The count of a re-entry that lengthens no lease may be lost: it is written again at the next entry or end of a block.
+    """
     make, url = SERVERS[name]
     with running(make) as server:
         engine = create_engine(url.format(server.port))
@@ -60,15 +63,17 @@ def test_what_was_granted_survives(name: str) -> None:
             engine.dispose()
 
         lock, fences = db_lock(engine, "k", ttl=600), []
-        steps: list[tuple[Callable[[], object], int, float]] = [
-            (lock.acquire, 1, 600.0),
-            (lambda: lock.extend(900), 1, 900.0),
-            (lock.acquire, 2, 900.0),
+        steps: list[tuple[Callable[[], object], set[int], float]] = [
+            (lock.acquire, {1}, 600.0),
+            (lambda: lock.extend(900), {1}, 900.0),
+            (lock.acquire, {1, 2}, 900.0),
         ]
-        for step, count, ttl in steps:
+        for step, counts, ttl in steps:
             step()
             dispose()
-            assert crash() == (lock.owner, lock.fence, count, ttl)
+            owner, fence, count, left = crash()
+            assert (owner, fence, left) == (lock.owner, lock.fence, ttl)
+            assert count in counts
             assert lock.verify()
         fences.append(lock.fence)
         lock.release()
