@@ -45,7 +45,7 @@ SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
 def test_what_was_granted_survives(name: str) -> None:
     """Killed after each kind of statement: takes and extensions are there; fences never come back.
 
-    The count of a re-entry that lengthens no lease may be lost: it is written again at the next entry or end of a block.
+    The count of a re-entry that lengthens no lease may be lost: the next entry or end of a block writes it again.
     """
     make, url = SERVERS[name]
     with running(make) as server:
