@@ -199,7 +199,7 @@ FROM locks WHERE lock_key = :key
 def set_count(words: Vocabulary) -> Statement:
     """Safe: names the tenure and sets the number of entries, so it may arrive late and twice.
 
-    A count that came too late, or never, is only shown: whoever holds the tenure releases it whatever the count.
+    A count that came too late, or never, is only shown: the holder releases its tenure whatever the count.
     Asynchronous; durable where the lease gets longer, which is relied on.
     """
     sql = f"""

@@ -129,7 +129,7 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
 
 
 def vocabulary(dialect: str) -> Vocabulary:
-    """The vocabulary of a database, by its dialect's name; whoever locks there has loaded its module."""
+    """The vocabulary of a database, by its dialect's name; a process that locks there has loaded its module."""
     found: Vocabulary = import_module(f"dblock.core.statements.{dialect}").SQL
     return found
 
