@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from asgiref.sync import sync_to_async
-from django.core import exceptions
 from django.core.signals import setting_changed
 from django.db import connections, router
 
 from dblock import conf, signals
-from dblock.core import errors
+from dblock.async_code import SynchronousOnlyOperation, in_async_code
 from dblock.core.errors import Reason
-from dblock.core.holding.flow import Hold, current_task
+from dblock.core.holding.flow import Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
@@ -30,15 +28,12 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
+from dblock.guarded import Atomic
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class SynchronousOnlyOperation(errors.SynchronousOnlyOperation, exceptions.SynchronousOnlyOperation):
-    """Django's own, and one of ours."""
 
 
 class Lock(SyncLock):
@@ -79,7 +74,7 @@ class Lock(SyncLock):
         return conf.slow_wait()
 
     def _drive(self, steps: Steps[T]) -> T:
-        if _in_async_code():
+        if in_async_code():
             raise SynchronousOnlyOperation(
                 "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
                 "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
@@ -90,7 +85,7 @@ class Lock(SyncLock):
         return store_for(self.using, self)
 
     def _opened(self, hold: Hold) -> None:
-        if _in_async_code():
+        if in_async_code():
             return
         if self.options.release == "auto":
             hold.transactions = open_blocks()
@@ -98,7 +93,7 @@ class Lock(SyncLock):
             follow_rollbacks(hold, connections[self.using])
 
     def _defers(self, hold: Hold, *, last: bool) -> bool:
-        if not last or self.options.release == "now" or _in_async_code():
+        if not last or self.options.release == "now" or in_async_code():
             return False
         if not hold.transactions and hold.store.database.dialect.single_writer:
             hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
@@ -139,6 +134,23 @@ class Lock(SyncLock):
         pinned = await sync_to_async(pin)(self._store(), using or self.using, step)
         await self._adrive(operations.guarded(self, hold, pinned))
 
+    def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
+        """Take the lock, begin an atomic() under it, and guard() that: a `with`, which gives the lock, or a decorator.
+
+        At its end the transaction is committed, and then the lock is released. LockTimeout and LockLost from it mean
+        that nothing was committed; once it has been committed, no error of the lock is raised.
+
+        Inside a transaction that is open already it is a savepoint, and the lock is kept until the outermost block has
+        ended; StaleSnapshot then means that the transaction had read before the lock was taken.
+
+        Args:
+            using: an alias of the lock's own database, by default that of the lock.
+            durable: as of Django's atomic(): RuntimeError inside another atomic().
+
+        Raises TransactionManagementError, before the lock is taken, where AUTOCOMMIT is switched off.
+        """
+        return Atomic(self, using or self.using, durable=durable)
+
     adetach = AsyncLock.detach
     aacquire = AsyncLock.acquire
     arelease = AsyncLock.release
@@ -157,15 +169,6 @@ class Lock(SyncLock):
         if inspect.iscoroutinefunction(function):
             return AsyncLock.__call__(self, function)
         return super().__call__(function)
-
-
-def _in_async_code() -> bool:
-    """Whether a task runs here whose code awaits.
-
-    As django.utils.asyncio.async_unsafe asks it, without the exception that it raises and catches each time. Where
-    DJANGO_ALLOW_ASYNC_UNSAFE is set, in a notebook, code on a running event loop is synchronous, transactions included.
-    """
-    return current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
 
 
 class Options(Given, total=False):

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 from dblock import conf
 from dblock.core.lock.several import AsyncLocks, SyncLocks, enter, once
 from dblock.core.validation import valid_timeout
+from dblock.guarded import Atomic
 from dblock.locks import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +22,10 @@ class Locks(SyncLocks):
     Use them as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
     has an asynchronous twin that begins with an `a`.
     """
+
+    def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
+        """Take the locks, begin an atomic() under them, and guard() that; as `Lock.atomic`. One database has them all."""
+        return Atomic(self, using or self._members[0].using, durable=durable)
 
     aacquire = AsyncLocks.acquire
     arelease = AsyncLocks.release

@@ -22,6 +22,7 @@ from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
+from sqlalchemy_dblock.guarded import AsyncBegins, Begins
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class _EngineLock(BaseLock):
             hold.transactions = (weakref.ref(session),)
 
 
-class Lock(_EngineLock, SyncLock):
+class Lock(_EngineLock, Begins, SyncLock):
     """A lock over the database of an Engine; made by `db_lock`."""
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, **options: Any) -> None:
@@ -113,7 +114,7 @@ class Lock(_EngineLock, SyncLock):
         self._guarded(given)
 
 
-class AsyncLock(_EngineLock, CoreAsyncLock):
+class AsyncLock(_EngineLock, AsyncBegins, CoreAsyncLock):
     """A lock over the database of an AsyncEngine, with coroutines for methods; made by `db_lock`."""
 
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:

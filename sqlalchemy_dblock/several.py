@@ -11,16 +11,17 @@ from dblock.core.lock import several
 from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_key, valid_timeout
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, db_lock
+from sqlalchemy_dblock.guarded import AsyncBegins, Begins
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 
-class Locks(SyncLocks):
+class Locks(Begins, SyncLocks):
     """Several locks over Engines that are taken together; made by `db_locks`."""
 
 
-class AsyncLocks(several.AsyncLocks):
+class AsyncLocks(AsyncBegins, several.AsyncLocks):
     """Several locks over AsyncEngines, with coroutines for methods; made by `db_locks`."""
 
 

@@ -19,7 +19,7 @@ from dblock.core.errors import LockError, LockLost, LockNotHeld, LockRevoked, Lo
 from dblock.core.holding.flow import Flow
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.locks import innermost
+from dblock.core.lock.locks import innermost, refuses
 from dblock.core.observing.events import Event, Kind
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
@@ -408,6 +408,12 @@ class BaseQuorumLock:
             message = f"fewer than {self._quorum} of {len(answers)} databases say whether {self.key!r} is held"
             raise QuorumUnavailable(f"{message}: {member.listed(answers)}", key=self.key, answers=answers)
         return held >= self._quorum
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        atomic = begin = refuses(
+            "a majority lock lives in several databases, of which no transaction can be guarded: use `with`, and "
+            "fenced_update() for what is written under it"
+        )
 
     # -- decoration
 

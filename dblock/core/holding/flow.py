@@ -290,6 +290,8 @@ class Hold:
     """Number of cancellations requested of its task when the body began."""
     interrupted = False
     """Whether a cancellation was requested."""
+    committing = False
+    """Whether a guarded transaction commits under it, which its loss does not interrupt."""
     transactions: tuple[Any, ...] = ()
     """The caller's transactions that were open when it was taken, as the face represents them."""
     loop: Any = None

@@ -173,7 +173,7 @@ class BaseLock:
             return
 
         def cancel() -> None:
-            if not hold.interrupted and any(entry.is_block(self) for entry in hold.entries):
+            if not (hold.interrupted or hold.committing) and any(entry.is_block(self) for entry in hold.entries):
                 hold.interrupted = True
                 task.cancel()
 
@@ -315,6 +315,11 @@ class BaseLock:
         if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
             hold = blocks[0].hold
         return hold or self._hold_before()
+
+    def _holds(self) -> list[Hold]:
+        """What this flow holds through the lock."""
+        hold = self._hold()
+        return [] if hold is None else [hold]
 
     def _hold_before(self) -> Hold | None:
         """A hold that an earlier call of `sync_to_async` in the same task acquired through this very object."""

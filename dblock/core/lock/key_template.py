@@ -108,7 +108,7 @@ def _name(function: Callable[..., Any]) -> str:
 def decorated(lock: Any, function: F, template: Any = None) -> F:
     """`function`, each call of which holds a lock of its own, made with `template`, that of the key by default.
 
-    `lock`: one, several, a semaphore, or a majority.
+    `lock`: one, several, a semaphore, a majority, or a guarded block on one or several.
     """
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
@@ -116,8 +116,8 @@ def decorated(lock: Any, function: F, template: Any = None) -> F:
 
     @functools.wraps(function)
     def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock._for_call(template, args, kwargs) as held:
-            if held._skipped:
+        with (call := lock._for_call(template, args, kwargs)):
+            if call._skipped:
                 return lock.options.otherwise
             result = function(*args, **kwargs)
             if python.iscoroutine(result):
@@ -136,8 +136,8 @@ def adecorated(lock: Any, function: AF, template: Any = None) -> AF:
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
-        async with lock._for_call(template, args, kwargs) as held:
-            if held._skipped:
+        async with (call := lock._for_call(template, args, kwargs)):
+            if call._skipped:
                 return lock.options.otherwise
             return await function(*args, **kwargs)
 

@@ -31,9 +31,12 @@ def gives_way(late: LockError, error: BaseException | None) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
     A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, and a
-    failure of the database at the release does not hide the body's exception.
+    failure of the database at the release does not hide the body's exception. A loss that is raised says that it says
+    nothing of the caller's transactions: one that guard() has pinned was committed rightly.
     """
     if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
+        if isinstance(late, LockLost):
+            late.args = (f"{late} (this says nothing of what you have committed)",)
         return False
     error.add_note(str(late))
     return True

@@ -120,6 +120,12 @@ class BaseSemaphore:
         self._met: set[str] = set()
         """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 
+    @property
+    def _skipped(self) -> bool | None:
+        """As of a lock."""
+        skipped: bool | None = self._plain._skipped
+        return skipped
+
     def _begin_anew(self) -> None:
         """Hold no permit."""
         self._mutex = threading.RLock()  # a signal handler may release

@@ -155,6 +155,10 @@ class BaseLocks:
         for lock in self._in_order():
             _ = lock._surely_held()
 
+    def _holds(self) -> list[Hold]:
+        """What this flow holds through the locks."""
+        return [hold for lock in self._members for hold in lock._holds()]
+
     def _entered(self) -> Entered:
         """What this flow has entered through these locks."""
         found = Entered()

@@ -1,0 +1,196 @@
+"""Guarded blocks: a lock, and under it a transaction of the caller's that begins, is guarded and ends with the block.
+
+    take the lock -> begin the transaction -> guard() -> the body -> COMMIT or ROLLBACK -> leave the lock
+
+Rule: LockTimeout and LockLost from a guarded block mean that nothing was committed. Until the body ends they come
+through the transaction, which is rolled back. From COMMIT on the pin of the guard has kept every other tenure away,
+whatever has become of the lease: what leaving the lock meets is then logged, and raised by nobody. The error of a
+COMMIT, an interrupt of it and what hooks of the application raise come as they are: none of them is an error of the
+lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from copy import copy
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from dblock.core.errors import LockError
+from dblock.core.holding.flow import Flow
+from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.locks import innermost, refuses
+from dblock.core.log import inform
+from dblock.core.runtime import current_flow
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+class _Block(Generic[T]):
+    """What begins guarded blocks on a lock, or on several; any number of flows may be inside at a time."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._withs: list[tuple[Flow, Any]] = []
+        """The open blocks, each with the flow that began it."""
+
+    @property
+    def key(self) -> str:
+        """The key of the lock, which a decorator formats."""
+        key: str = self._lock.key
+        return key
+
+    @property
+    def options(self) -> Any:
+        """Those of the lock."""
+        return self._lock.options
+
+    @property
+    def _skipped(self) -> bool | None:
+        skipped: bool | None = self._lock._skipped
+        return skipped
+
+    def _refuse(self) -> None:
+        """Raise what forbids the transaction, before the lock is taken."""
+
+    def _begin(self) -> Any:
+        """The transaction, as a context manager of what the block gives."""
+        raise NotImplementedError
+
+    def _innermost(self) -> Any:
+        """The block that ends now."""
+        block = innermost(self._withs, f"the guarded block on {self._lock!r}")
+        self._withs.remove(block)
+        return block[1]
+
+    def _templates(self, function: Callable[..., Any]) -> Any:
+        """The keys of several locks, formatted for each call; None for one lock."""
+        return self._lock._templates(function) if hasattr(self._lock, "_templates") else None
+
+    def _for_call(self, template: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """A separate block for one call of a decorated function."""
+        block = copy(self)
+        block._lock, block._withs = self._lock._for_call(template, args, kwargs), []
+        return block
+
+
+class Guarded(_Block[T]):
+    """A guarded block that blocks its thread: a `with`, or a decorator. Made by `atomic()` or `begin()`."""
+
+    if TYPE_CHECKING:
+
+        def _begin(self) -> AbstractContextManager[T]: ...
+
+    @contextmanager
+    def _block(self) -> Generator[T]:
+        self._refuse()
+        lock, error = self._lock, None
+        lock.__enter__()
+        try:
+            if lock._skipped:
+                yield lock
+                return
+            with self._begin() as given:
+                self._guard(given)
+                yield given
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            try:
+                lock.__exit__(None, None, None)
+            except LockError as late:
+                _tell(late, error)
+
+    def _guard(self, given: Any) -> None:
+        self._lock.guard(given)
+
+    def __enter__(self) -> T:
+        block = self._block()
+        given = block.__enter__()
+        self._withs.append((current_flow(), block))
+        return given
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        swallows: bool | None = self._innermost().__exit__(kind, error, trace)
+        return swallows
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        __aenter__ = __aexit__ = refuses("this block blocks its thread: use `with`, or the lock of an AsyncEngine")
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`: each call is a guarded block; the key is formatted with the call's arguments."""
+        return decorated(self, function, self._templates(function))
+
+
+class AsyncGuarded(_Block[T]):
+    """A guarded block of an event loop: an `async with`, or a decorator. Made by `begin()`."""
+
+    if TYPE_CHECKING:
+
+        def _begin(self) -> AbstractAsyncContextManager[T]: ...
+
+    @asynccontextmanager
+    async def _block(self) -> AsyncGenerator[T]:
+        self._refuse()
+        lock, error, holds = self._lock, None, []
+        await lock.__aenter__()
+        try:
+            if lock._skipped:
+                yield lock
+                return
+            async with self._begin() as given:
+                await lock.guard(given)
+                yield given
+                holds = lock._holds()
+                for hold in holds:  # from COMMIT on its loss interrupts nothing
+                    hold.committing = True
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            interrupt = None if isinstance(error, Exception) else error
+            try:
+                await lock.__aexit__(type(interrupt) if interrupt else None, interrupt, None)
+            except LockError as late:
+                if interrupt is not None:  # only the loss of the lock has cancelled the body: it was rolled back
+                    raise
+                _tell(late, error)
+            finally:
+                for hold in holds:
+                    hold.committing = False
+
+    async def __aenter__(self) -> T:
+        block = self._block()
+        given = await block.__aenter__()
+        self._withs.append((current_flow(), block))
+        return given
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        swallows: bool | None = await self._innermost().__aexit__(kind, error, trace)
+        return swallows
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        __enter__ = __exit__ = refuses("this is the block of an event loop: use `async with`")
+
+    def __call__(self, function: AF) -> AF:
+        """Decorate a coroutine function: each call is a guarded block; the key is formatted with its arguments."""
+        return adecorated(self, function, self._templates(function))
+
+
+def _tell(late: LockError, error: BaseException | None) -> None:
+    """Say what leaving the lock has met: in a note on the error of the block, else in a line of the log.
+
+    The events LOST and RELEASED say it too, as for every lock.
+    """
+    if error is not None:
+        error.add_note(str(late))
+    else:
+        inform("a guarded transaction has ended, and what it has committed stands, but then: %s", late)

@@ -1,0 +1,190 @@
+"""The SQLAlchemy face of guarded blocks: `begin()` of a lock, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import InvalidRequestError
+
+from dblock.core.errors import LockError
+from dblock.core.lock.guarded import AsyncGuarded, Guarded
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_scoped_session,
+        async_sessionmaker,
+    )
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Session")
+A = TypeVar("A", bound="AsyncSession")
+
+
+class _Given:
+    """What begin() was given: a factory, whose own begin() gives a session or a connection; or a session."""
+
+    def __init__(self, given: Any, *, asynchronous: bool) -> None:
+        self._given = given
+        made = getattr(given, "class_", None)  # by a sessionmaker
+        if made is not None:
+            fits = hasattr(made, "sync_session_class") == asynchronous
+        elif isinstance(getattr(given, "sync_engine", given), Engine):
+            fits = hasattr(given, "sync_engine") == asynchronous
+        else:
+            session = self._session()
+            sessions = hasattr(session, "get_bind") and not isinstance(session, type | Connection)
+            fits = sessions and hasattr(session, "sync_session") == asynchronous
+        self._makes = fits and not hasattr(self._session(), "get_bind")
+        if not fits:
+            its = (
+                "AsyncEngine, its async_sessionmaker or AsyncSession"
+                if asynchronous
+                else "Engine, its sessionmaker or Session"
+            )
+            raise TypeError(f"begin() of this lock takes an {its}, of the lock's database, not {type(given).__name__}")
+
+    def _session(self) -> Any:
+        return self._given.registry() if hasattr(self._given, "registry") else self._given
+
+    def refuse_open(self) -> None:
+        """Raise InvalidRequestError for a session whose transaction is open already."""
+        if not self._makes and self._session().in_transaction():
+            raise InvalidRequestError(
+                "A transaction is already begun on this Session, and begin() of a lock begins one of its own after the "
+                "lock was taken: end the open one first (each statement begins one, a query too), or give begin() the "
+                "sessionmaker"
+            )
+
+    def begin(self) -> tuple[Any, Any]:
+        """A transaction that is to begin, and its session, which a factory makes only then."""
+        if self._makes:
+            return self._given.begin(), None
+        session = self._session()
+        return session.begin(), session
+
+    def refuse_to_decorate(self) -> None:
+        """Raise TypeError where a decorated function could not get at its session."""
+        if self._makes:
+            raise TypeError(
+                "the decorated function could not get at its session: write `with lock.begin(...) as session:` inside "
+                "it, or give begin() a scoped_session"
+            )
+
+
+class Begun(Guarded[T]):
+    """A lock, and a transaction of its database that is guarded by it: a `with`, which gives the session."""
+
+    def __init__(self, lock: Any, given: Any) -> None:
+        super().__init__(lock)
+        self._given = _Given(given, asynchronous=False)
+
+    def _refuse(self) -> None:
+        self._given.refuse_open()
+
+    @contextmanager
+    def _begin(self) -> Generator[T]:
+        transaction, session = self._given.begin()
+        with transaction as begun:
+            with _uncommitted(session or begun):
+                yield session or begun
+
+    def __call__(self, function: Any) -> Any:
+        self._given.refuse_to_decorate()
+        return super().__call__(function)
+
+
+class AsyncBegun(AsyncGuarded[T]):
+    """The same for the lock of an AsyncEngine: an `async with`."""
+
+    def __init__(self, lock: Any, given: Any) -> None:
+        super().__init__(lock)
+        self._given = _Given(given, asynchronous=True)
+
+    def _refuse(self) -> None:
+        self._given.refuse_open()
+
+    @asynccontextmanager
+    async def _begin(self) -> AsyncGenerator[T]:
+        transaction, session = self._given.begin()
+        async with transaction as begun:
+            with _uncommitted(session or begun):
+                yield session or begun
+
+    def __call__(self, function: Any) -> Any:
+        self._given.refuse_to_decorate()
+        return super().__call__(function)
+
+
+class Begins:
+    """What locks of an Engine, and several of them, have: guarded blocks."""
+
+    @overload
+    def begin(self, given: Engine, /) -> Guarded[Connection]: ...
+    @overload
+    def begin(self, given: sessionmaker[S] | scoped_session[S] | S, /) -> Guarded[S]: ...
+    def begin(self, given: Any, /) -> Guarded[Any]:
+        """Take the lock, begin a transaction under it, and guard() that: a `with`, which gives session or connection.
+
+        At its end the transaction is committed, and then the lock is released. LockTimeout and LockLost from it mean
+        that nothing was committed; once it has been committed, no error of the lock is raised. As a decorator it takes
+        a scoped_session or a Session, as the function has to know its session.
+
+        Args:
+            given: a sessionmaker, scoped_session or Session, or an Engine, of the lock's database.
+
+        Raises InvalidRequestError for a session whose transaction is open already, or a body that commits
+        by itself.
+        """
+        return Begun(self, given)
+
+
+class AsyncBegins:
+    """What locks of an AsyncEngine, and several of them, have: guarded blocks."""
+
+    @overload
+    def begin(self, given: AsyncEngine, /) -> AsyncGuarded[AsyncConnection]: ...
+    @overload
+    def begin(self, given: async_sessionmaker[A] | async_scoped_session[A] | A, /) -> AsyncGuarded[A]: ...
+    def begin(self, given: Any, /) -> AsyncGuarded[Any]:
+        """Take the lock, begin a transaction under it, and guard() that: an `async with`; as for an Engine."""
+        return AsyncBegun(self, given)
+
+
+@contextmanager
+def _uncommitted(given: Any) -> Generator[None]:
+    """Refuse a body that commits by itself, after which nothing guards it: SQLAlchemy its next statement, this its end.
+
+    Nor does an error of the lock come out of such a body, since it would say that nothing was committed.
+    """
+    target = getattr(given, "sync_session", getattr(given, "sync_connection", given))
+    if getattr(target, "twophase", False):
+        raise ValueError("a guarded block is not for two-phase sessions: use `with`, prepare under it, and use fences")
+    commits: list[Any] = []
+
+    def note(session: Any) -> None:
+        if isinstance(session, Connection) or not session.in_nested_transaction():
+            commits.append(session)
+
+    moment = "commit" if isinstance(target, Connection) else "after_commit"
+    event.listen(target, moment, note)
+    error: LockError | None = None
+    try:
+        yield
+    except LockError as raised:
+        error = raised
+        if not commits:
+            raise
+    finally:
+        event.remove(target, moment, note)
+    if commits:
+        raise InvalidRequestError(
+            "the body of a guarded block has committed its transaction by itself, which ended the guard; that commit "
+            "stands: leave the commit to the end of the block"
+        ) from error
