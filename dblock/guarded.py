@@ -31,8 +31,8 @@ class Atomic(Guarded[L]):
         connection = transaction.get_connection(self._using)
         if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
             raise transaction.TransactionManagementError(
-                f"with AUTOCOMMIT switched off Django commits nothing at the end of atomic(): let {self._using!r} be in "
-                "autocommit mode, or use `with` and guard() in a transaction of your own"
+                f"AUTOCOMMIT is off for {self._using!r}, and so Django commits nothing at the end of atomic(): use "
+                "`with`, and guard() in a transaction of your own"
             )
 
     @contextmanager

@@ -135,10 +135,11 @@ class Lock(SyncLock):
         await self._adrive(operations.guarded(self, hold, pinned))
 
     def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
-        """Take the lock, begin an atomic() under it, and guard() that: a `with`, which gives the lock, or a decorator.
+        """A `with` or decorator that takes the lock, and runs its body in a transaction that the lock guards.
 
-        At its end the transaction is committed, and then the lock is released. LockTimeout and LockLost from it mean
-        that nothing was committed; once it has been committed, no error of the lock is raised.
+        The transaction is Django's atomic(), which begins after the lock was taken. It is committed before the lock is
+        released. The `with` gives the lock. LockTimeout and LockLost mean that nothing was committed; once it
+        has been committed, no error of the lock is raised.
 
         Inside a transaction that is open already it is a savepoint, and the lock is kept until the outermost block has
         ended; StaleSnapshot then means that the transaction had read before the lock was taken.

@@ -24,7 +24,7 @@ class Locks(SyncLocks):
     """
 
     def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
-        """Take the locks, begin an atomic() under them, and guard() that; as `Lock.atomic`. One database has them all."""
+        """A `with` or decorator of a transaction that the locks, all of one database, guard; as `Lock.atomic`."""
         return Atomic(self, using or self._members[0].using, durable=durable)
 
     aacquire = AsyncLocks.acquire

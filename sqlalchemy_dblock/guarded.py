@@ -91,9 +91,8 @@ class Begun(Guarded[T]):
     @contextmanager
     def _begin(self) -> Generator[T]:
         transaction, session = self._given.begin()
-        with transaction as begun:
-            with _uncommitted(session or begun):
-                yield session or begun
+        with transaction as begun, _uncommitted(session or begun):
+            yield session or begun
 
     def __call__(self, function: Any) -> Any:
         self._given.refuse_to_decorate()
@@ -130,11 +129,11 @@ class Begins:
     @overload
     def begin(self, given: sessionmaker[S] | scoped_session[S] | S, /) -> Guarded[S]: ...
     def begin(self, given: Any, /) -> Guarded[Any]:
-        """Take the lock, begin a transaction under it, and guard() that: a `with`, which gives session or connection.
+        """A `with` that takes the lock, and gives a session or connection whose transaction the lock guards.
 
-        At its end the transaction is committed, and then the lock is released. LockTimeout and LockLost from it mean
-        that nothing was committed; once it has been committed, no error of the lock is raised. As a decorator it takes
-        a scoped_session or a Session, as the function has to know its session.
+        The transaction begins after the lock was taken, and is committed before the lock is released. LockTimeout and
+        LockLost mean that nothing was committed; once it has been committed, no error of the lock is raised. With a
+        scoped_session or a Session it is a decorator too: the function knows its session.
 
         Args:
             given: a sessionmaker, scoped_session or Session, or an Engine, of the lock's database.
@@ -153,7 +152,7 @@ class AsyncBegins:
     @overload
     def begin(self, given: async_sessionmaker[A] | async_scoped_session[A] | A, /) -> AsyncGuarded[A]: ...
     def begin(self, given: Any, /) -> AsyncGuarded[Any]:
-        """Take the lock, begin a transaction under it, and guard() that: an `async with`; as for an Engine."""
+        """An `async with` of a transaction that the lock guards; as `begin()` of the lock of an Engine."""
         return AsyncBegun(self, given)
 
 
