@@ -22,18 +22,26 @@ from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
-from sqlalchemy_dblock.guarded import AsyncBegins, Begins
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
-    from sqlalchemy.orm import Session, scoped_session
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_scoped_session,
+        async_sessionmaker,
+    )
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+    from dblock.core.lock.guarded import AsyncGuarded, Guarded
     from dblock.core.lock.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Session")
+A = TypeVar("A", bound="AsyncSession")
 
 
 class Options(Given, total=False):
@@ -81,6 +89,45 @@ class _EngineLock(BaseLock):
         if hold is not None and hasattr(given, "get_bind"):  # a session, not a connection
             session = given.registry() if hasattr(given, "registry") else given
             hold.transactions = (weakref.ref(session),)
+
+
+class Begins:
+    """What locks of an Engine, and several of them, have: guarded blocks."""
+
+    @overload
+    def begin(self, given: Engine, /) -> Guarded[Connection]: ...
+    @overload
+    def begin(self, given: sessionmaker[S] | scoped_session[S] | S, /) -> Guarded[S]: ...
+    def begin(self, given: Any, /) -> Guarded[Any]:
+        """A `with` that takes the lock, and gives a session or connection whose transaction the lock guards.
+
+        The transaction begins after the lock was taken, and is committed before the lock is released. LockTimeout and
+        LockLost mean that nothing was committed; once it has been committed, no error of the lock is raised. With a
+        scoped_session or a Session it is a decorator too: the function knows its session.
+
+        Args:
+            given: a sessionmaker, scoped_session or Session, or an Engine, of the lock's database.
+
+        Raises InvalidRequestError for a session whose transaction is open already, or a body that commits
+        by itself.
+        """
+        from sqlalchemy_dblock.guarded import Begun  # noqa: PLC0415 - only where it is used
+
+        return Begun(self, given)
+
+
+class AsyncBegins:
+    """What locks of an AsyncEngine, and several of them, have: guarded blocks."""
+
+    @overload
+    def begin(self, given: AsyncEngine, /) -> AsyncGuarded[AsyncConnection]: ...
+    @overload
+    def begin(self, given: async_sessionmaker[A] | async_scoped_session[A] | A, /) -> AsyncGuarded[A]: ...
+    def begin(self, given: Any, /) -> AsyncGuarded[Any]:
+        """An `async with` of a transaction that the lock guards; as `begin()` of the lock of an Engine."""
+        from sqlalchemy_dblock.guarded import AsyncBegun  # noqa: PLC0415 - likewise
+
+        return AsyncBegun(self, given)
 
 
 class Lock(_EngineLock, Begins, SyncLock):

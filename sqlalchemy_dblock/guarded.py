@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import InvalidRequestError
@@ -12,19 +12,7 @@ from sqlalchemy.exc import InvalidRequestError
 from dblock.core.errors import LockError
 from dblock.core.lock.guarded import AsyncGuarded, Guarded
 
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import (
-        AsyncConnection,
-        AsyncEngine,
-        AsyncSession,
-        async_scoped_session,
-        async_sessionmaker,
-    )
-    from sqlalchemy.orm import Session, scoped_session, sessionmaker
-
 T = TypeVar("T")
-S = TypeVar("S", bound="Session")
-A = TypeVar("A", bound="AsyncSession")
 
 
 class _Given:
@@ -119,41 +107,6 @@ class AsyncBegun(AsyncGuarded[T]):
     def __call__(self, function: Any) -> Any:
         self._given.refuse_to_decorate()
         return super().__call__(function)
-
-
-class Begins:
-    """What locks of an Engine, and several of them, have: guarded blocks."""
-
-    @overload
-    def begin(self, given: Engine, /) -> Guarded[Connection]: ...
-    @overload
-    def begin(self, given: sessionmaker[S] | scoped_session[S] | S, /) -> Guarded[S]: ...
-    def begin(self, given: Any, /) -> Guarded[Any]:
-        """A `with` that takes the lock, and gives a session or connection whose transaction the lock guards.
-
-        The transaction begins after the lock was taken, and is committed before the lock is released. LockTimeout and
-        LockLost mean that nothing was committed; once it has been committed, no error of the lock is raised. With a
-        scoped_session or a Session it is a decorator too: the function knows its session.
-
-        Args:
-            given: a sessionmaker, scoped_session or Session, or an Engine, of the lock's database.
-
-        Raises InvalidRequestError for a session whose transaction is open already, or a body that commits
-        by itself.
-        """
-        return Begun(self, given)
-
-
-class AsyncBegins:
-    """What locks of an AsyncEngine, and several of them, have: guarded blocks."""
-
-    @overload
-    def begin(self, given: AsyncEngine, /) -> AsyncGuarded[AsyncConnection]: ...
-    @overload
-    def begin(self, given: async_sessionmaker[A] | async_scoped_session[A] | A, /) -> AsyncGuarded[A]: ...
-    def begin(self, given: Any, /) -> AsyncGuarded[Any]:
-        """An `async with` of a transaction that the lock guards; as `begin()` of the lock of an Engine."""
-        return AsyncBegun(self, given)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from sqlalchemy import Engine
 from dblock.core.lock import several
 from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_key, valid_timeout
-from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, db_lock
-from sqlalchemy_dblock.guarded import AsyncBegins, Begins
+from sqlalchemy_dblock.face import AsyncBegins, AsyncLock, Begins, Lock, Options, _sync_engine, db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
