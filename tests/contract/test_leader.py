@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
     Reason,
+    StoreConflict,
     SynchronousOnlyOperation,
 )
 from dblock.core.lock.executor import BaseStore
@@ -426,6 +428,36 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     assert subject.row(KEY)["owner"]
 
 
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
+def test_stop_ends_the_candidate_of_its_own_process(subject: Subject, candidate: Callable[..., Any]) -> None:
+    """That of a forked child is another one, which its parent's `stop()` leaves alone, and its own ends."""
+    stopped, other = candidate(), candidate()
+    stopped.stop()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            terms = list[int]()
+
+            @stopped.run
+            def lead(term: int) -> None:
+                terms.append(term)
+                stopped.stop()
+
+            lead()
+            assert len(terms) == 1
+            other.stop()
+            with pytest.raises(LockError, match="stop"):
+                other.campaign(timeout=1)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(LockError, match="stop"):
+        stopped.campaign(timeout=1)
+    assert other.campaign(timeout=5), "the child's stop() is not the parent's"
+
+
 def test_interrupt_cancels_the_body(
     async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
@@ -495,6 +527,150 @@ def test_two_who_resign_at_once(
             future.result(10)
         assert until(lambda: either.row(KEY)["owner"] is None)
     assert told == []
+
+
+def test_a_late_resignation_ends_no_later_term(
+    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+) -> None:
+    """Of several who wait for the end of a body, each ends the term of that body alone.
+
+    The object is elected again before all of them have noticed, and that term's end is asked for too.
+    """
+    leader, resign = candidate(), either.method("resign")
+    first, *others = actors(6)
+
+    def led(during: Callable[[], None]) -> None:
+        inside, go_on = threading.Event(), threading.Event()
+
+        def body() -> None:
+            inside.set()
+            assert go_on.wait(30)
+
+        running.append(actor.start(lambda: _within(either, leader, body)))
+        assert inside.wait(30)
+        try:
+            during()
+        finally:
+            go_on.set()
+
+    def asked(who: list[Actor]) -> None:
+        resigning.extend(each.start(getattr(leader, resign)) for each in who)
+        assert until(lambda: not leader.is_leader)
+
+    def asked_again() -> None:
+        asked([first])
+        for _ in range(25):
+            assert either.row(KEY)["owner"], "it was released under a body"
+            time.sleep(0.01)
+
+    for _ in range(3):
+        running, resigning = list[Any](), list[Any]()
+        led(lambda: asked(others))
+        led(asked_again)
+        for each in (*running, *resigning):
+            each.result(30)
+        assert either.row(KEY)["owner"] is None
+
+
+def test_a_term_that_was_resigned_is_not_released_under_its_body(
+    either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+) -> None:
+    """Nor by the object's next campaign, which is refused until the body has ended."""
+    leader, inside, go_on = candidate(), threading.Event(), threading.Event()
+
+    def body() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    running = actor.start(lambda: _within(either, leader, body))
+    assert inside.wait(30)
+    resigning = other.start(getattr(leader, either.method("resign")))
+    assert until(lambda: not leader.is_leader)
+    [third] = actors(1)
+    with pytest.raises(LockError, match="has not yet released 'k'"):
+        third.call(leader, "campaign")
+    assert either.row(KEY)["owner"]
+    go_on.set()
+    running.result(30)
+    resigning.result(30)
+    assert third.call(leader, "campaign", timeout=5)
+
+
+def test_an_outage_does_not_end_run(
+    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the release that another flow sends meanwhile."""
+    timed(monkeypatch, retry_budget=0.4)
+    leader, terms, go_on, away = candidate(), list[int](), threading.Event(), threading.Event()
+
+    def body(term: int) -> None:
+        terms.append(term)
+        assert go_on.wait(30)
+
+    perform = BaseStore._perform
+
+    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
+        if away.is_set() and step.statement.name in {"take", "create", "release"}:
+            raise StoreConflict("away")
+        return perform(self, connection, step)
+
+    monkeypatch.setattr(BaseStore, "_perform", failing)
+    running = actor.start(leader.run(body if either.face == "sync" else asynchronous(body)))
+    assert until(lambda: len(terms) == 1)
+    resigning = other.start(getattr(leader, either.method("resign")))
+    assert until(lambda: not leader.is_leader)
+    away.set()
+    go_on.set()
+    assert isinstance(resigning.exception(30), LockStoreError | None)
+    assert not running.done(), running.exception()
+    away.clear()
+    assert until(lambda: len(terms) > 1), running
+    other.call(leader, "stop")
+    running.result(30)
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+def test_a_body_in_a_thread_that_has_ended(subject: Subject, other: Actor, candidate: Callable[..., Any]) -> None:
+    """Holds up no resignation: a generator began it, and nobody goes on with that."""
+    leader = candidate()
+
+    def leads() -> Generator[None, None, None]:
+        with leader:
+            yield
+
+    generator = leads()
+    thread = threading.Thread(target=next, args=(generator,))
+    thread.start()
+    thread.join()
+    assert leader.is_leader
+    resigning = other.start(leader.resign)
+    resigning.result(10)
+    assert not leader.is_leader
+    assert subject.row(KEY)["owner"] is None
+    assert other.call(leader, "campaign", timeout=5)
+    generator.close()
+    assert leader.is_leader, "the end of the first body has ended the second term"
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "async", "sqlite", "aiosqlite")], indirect=True, ids=str)
+def test_a_body_on_a_loop_that_was_closed(subject: Subject, other: Actor, candidate: Callable[..., Any]) -> None:
+    """Holds up no resignation either."""
+    leader, loop, inside = candidate(ttl=2), asyncio.new_event_loop(), asyncio.Event()
+
+    async def leads() -> None:
+        async with leader:
+            inside.set()
+            await asyncio.Event().wait()
+
+    task = loop.create_task(leads())
+    loop.run_until_complete(inside.wait())
+    loop.close()
+    other.start(leader.stop).result(10)
+    assert not leader.is_leader
+    assert until(lambda: subject.row(KEY)["owner"] is None or remaining(subject) < 0, 3)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):
+        task.get_coro().close()
 
 
 def test_a_body_whose_release_fails(

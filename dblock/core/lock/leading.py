@@ -103,6 +103,10 @@ class _Withdrawn(BaseException):
     """Thrown into the steps of a campaign that `resign()` ends; they clean up as after any interrupt."""
 
 
+class _NotYetReleased(LockError):
+    """Another flow resigns: it waits for the end of the body, or sends the release."""
+
+
 class _Running:
     """A body that runs for the leader: the block of a `with`, or a call of `run`'s function."""
 
@@ -116,6 +120,10 @@ class _Running:
         self._gate = threading.Lock()
         _ = self._gate.acquire()
 
+    def can_run(self) -> bool:
+        """Whether it is not over, and its thread lives, or its task on an open event loop."""
+        return not self.over and not self.flow.ended()
+
     def end(self) -> None:
         """It is over."""
         self.over = True
@@ -123,8 +131,8 @@ class _Running:
             self._gate.release()
 
     def wait(self) -> None:
-        """Return when it is over; the gate opens for one waiter, the others poll."""
-        while not self.over:
+        """Return when it is over, or can run no more; the gate opens for one waiter, the others poll."""
+        while self.can_run():
             _ = self._gate.acquire(timeout=timing.DEFAULT.local_poll)
 
 
@@ -245,7 +253,12 @@ class BaseLeader:
             self._stage = stage
 
     def _has_stopped(self) -> bool:
+        self._leave_to_parent()
         return self._stopped
+
+    def _stop(self) -> None:
+        self._leave_to_parent()
+        self._stopped = True
 
     def _begin(self, running: _Running | None) -> Hold | None:
         """Become a candidate; a hold that is to be released before."""
@@ -253,8 +266,8 @@ class BaseLeader:
         with self._guard:
             if self._stopped:
                 raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
-            if self._releasing:
-                raise LockError(f"resign() has not yet released {self.name!r}: wait for its end")
+            if self._releasing or self._is_held_by_a_body():
+                raise _NotYetReleased(f"resign() has not yet released {self.name!r}: wait for its end")
             if self._stage is Stage.LEADING and self._leading() is None:
                 self._move(Stage.RESIGNING)  # deposed
             if self._stage in {Stage.CAMPAIGNING, Stage.LEADING}:
@@ -270,6 +283,13 @@ class BaseLeader:
             self._move(Stage.CAMPAIGNING)
             self._withdrawn, self._wakeup, self._running = False, None, running
             return unreleased
+
+    def _is_held_by_a_body(self) -> bool:
+        """Whether a term that was resigned goes on while its body, in another flow, comes to its end."""
+        body, hold = self._running, self._hold
+        if self._stage is not Stage.RESIGNING or hold is None or hold.lease.remaining() <= 0:
+            return False
+        return body is not None and body.flow is not current_flow() and body.can_run()
 
     def _campaign(self, timeout: float | None, running: _Running | None) -> Steps[Hold | Refused | None]:
         """The hold of the term; the refusal if the time was up, None if the candidacy was withdrawn."""
@@ -287,7 +307,7 @@ class BaseLeader:
                 _ = self._settle()
                 raise
         if isinstance(found, Hold) and not elected:
-            yield from self._release()
+            yield from self._release(found)
             return None
         return found
 
@@ -338,8 +358,8 @@ class BaseLeader:
             if error is None and is_due(step):
                 interrupted, error = True, _Withdrawn()
 
-    def _begin_to_resign(self) -> _Running | None:
-        """Believe no more; what runs in another flow, and releases the key when it ends."""
+    def _begin_to_resign(self) -> tuple[Hold | None, _Running | None]:
+        """Believe no more; the hold of the term that ends, and its body if that runs in another flow."""
         self._leave_to_parent()
         with self._guard:
             if self._stage is Stage.CAMPAIGNING:
@@ -348,19 +368,23 @@ class BaseLeader:
                     self._wakeup.notify()
             if self._stage is Stage.LEADING:
                 self._move(Stage.RESIGNING)
-            running = self._running
-        if running is None or running.flow is current_flow() or self._stage is not Stage.RESIGNING:
-            return None
+            if self._stage is not Stage.RESIGNING:
+                return None, None
+            hold, running = self._hold, self._running
+        if running is None or running.flow is current_flow():
+            return hold, None
         self._interrupt_body()
-        return running
+        return hold, running
 
-    def _release(self) -> Steps[None]:
-        """Release the key of a term that was resigned, unless another flow does. Raises LockLost if it was over."""
-        hold, claimed, over = None, False, False
+    def _release(self, hold: Hold | None) -> Steps[None]:
+        """Release the key of that term, which was resigned, unless another flow does or has done.
+
+        Raises LockLost if the term was over.
+        """
+        claimed, over = False, False
         try:
             with self._guard:
-                hold = self._hold
-                if self._stage is not Stage.RESIGNING or self._releasing or hold is None:
+                if hold is None or self._hold is not hold or self._stage is not Stage.RESIGNING or self._releasing:
                     return
                 claimed = self._releasing = True
             yield from leaving.release(self._lock) if hold.entries else leaving.leave_again(hold)
@@ -391,7 +415,8 @@ class BaseLeader:
                 return
             if self._stage is Stage.LEADING:
                 self._move(Stage.RESIGNING)
-        yield from self._release()
+            hold = self._hold
+        yield from self._release(hold)
 
     def _ran(self, running: _Running) -> None:
         """What ran for the leader has ended."""
@@ -464,16 +489,16 @@ class SyncLeader(BaseLeader):
         released then. Raises LockStoreError if the database fails: call it again, or the lease ends by itself.
         """
         self._refuse_to_wait()
-        running = self._begin_to_resign()
+        term, running = self._begin_to_resign()
         if running is not None:
             running.wait()
         with contextlib.suppress(LockLost):  # on_deposed and check() have told
-            self._lock._drive(self._release())
+            self._lock._drive(self._release(term))
 
     def stop(self) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
         self._refuse_to_wait()
-        self._stopped = True
+        self._stop()
         self.resign()
 
     def _refuse_to_wait(self) -> None:
@@ -522,6 +547,9 @@ class SyncLeader(BaseLeader):
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     self._pause(next(growing))
+                    continue
+                except _NotYetReleased:
+                    self._pause(timing.DEFAULT.local_poll)
                     continue
                 except LockError:
                     if self._has_stopped():
@@ -638,16 +666,16 @@ class AsyncLeader(BaseLeader):
 
     async def resign(self: BaseLeader) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens."""
-        running = self._begin_to_resign()
+        term, running = self._begin_to_resign()
         if running is not None:
-            while not running.over:  # in another task, loop or thread
+            while running.can_run():  # in another task, loop or thread
                 await _sleep(2 * timing.DEFAULT.near)
         with contextlib.suppress(LockLost):
-            await self._lock._adrive(self._release(), undisturbed=True)
+            await self._lock._adrive(self._release(term), undisturbed=True)
 
     async def stop(self: BaseLeader) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._stopped = True
+        self._stop()
         await AsyncLeader.resign(self)
 
     async def leader(self: BaseLeader) -> LockInfo | None:
@@ -680,6 +708,9 @@ class AsyncLeader(BaseLeader):
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     await _sleep(next(growing))
+                    continue
+                except _NotYetReleased:
+                    await _sleep(timing.DEFAULT.local_poll)
                     continue
                 except LockError:
                     if self._has_stopped():
