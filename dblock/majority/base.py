@@ -18,8 +18,9 @@ from dblock.core import clock, runtime
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason, UnsupportedDatabase
 from dblock.core.holding.flow import Flow
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.locks import innermost, refuses
+from dblock.core.lock.locks import refuses
 from dblock.core.observing.events import Event, Kind
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
 
 T = TypeVar("T")
-Open = tuple[Flow, Held, object]
-"""An open `with`: its flow, what it has entered, and an object of its own, so that no two are equal."""
+Open = tuple[Callable[[], Flow | None], Held, object]
+"""An open `with`: a reference to its flow, what it has entered, and an object of its own, so that no two are equal."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -308,7 +309,7 @@ class BaseQuorumLock:
             found = yield from self._acquire(self._timeout, "with")
             if isinstance(found, Attempts):
                 raise found.error()  # noqa: TRY301 - nothing is held then
-            block = current_flow(), found, object()
+            block = current_flow().ref, found, object()
             self._withs.append(block)
         except BaseException:
             if isinstance(found, Held) and block not in self._withs:
@@ -355,7 +356,7 @@ class BaseQuorumLock:
     def _interrupted(self, block: Open | None) -> None:
         """Give back, in the background, what a `with` holds whose leaving was interrupted before it began."""
         with contextlib.suppress(LockNotHeld):
-            block = block or innermost(self._withs, repr(self.key))
+            block = block or innermost(self._withs, [self.key])
             if block in self._withs:
                 self._withs.remove(block)
                 self._interrupted_in(block[1])

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core.errors import LockError, LockTimeout
 from dblock.core.holding.flow import current_task
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import Timeout, gives_way, innermost, refuse_interrupt, was_ours
+from dblock.core.lock.locks import Timeout, gives_way, refuse_interrupt, was_ours
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
@@ -78,7 +79,7 @@ class SyncQuorumLock(BaseQuorumLock):
         block = None
         try:
             if not self._skipped:
-                block = innermost(self._withs, repr(self.key))
+                block = innermost(self._withs, [self.key])
                 self._drive(self._leave_block(block))
         except LockError as late:
             if not gives_way(late, error):
@@ -142,7 +143,7 @@ class AsyncQuorumLock(BaseQuorumLock):
         block = None
         try:
             if not self._skipped:
-                block = innermost(self._withs, repr(self.key))
+                block = innermost(self._withs, [self.key])
                 await self._adrive(self._leave_block(block), undisturbed=True)
         except LockError as late:
             if block is not None and was_ours(block[1], error):

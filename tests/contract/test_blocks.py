@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from itertools import permutations
+from operator import call
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 from sqlalchemy.orm import Session
 
-from dblock import LockLost, LockNotHeld, LockTimeout
+from dblock import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
+from tests.contract.test_rwlock import rwlock
+from tests.contract.test_semaphore import semaphore
+from tests.contract.test_several import several
 from tests.support.lab import PROTOCOL, until
 from tests.support.subjects import Actor, Subject
 
@@ -92,17 +97,112 @@ def test_what_was_handed_over_is_left_elsewhere_without_a_word(either: Subject, 
 
 
 def test_two_blocks_of_one_object_cannot_be_told_apart(either: Subject, actor: Actor, other: Actor) -> None:
-    """An error that names thread pools; neither is renewed any more."""
+    """An error that names thread pools; they are renewed as long as their flow can leave them."""
     lock = either.lock("k", ttl=0.6)
     actor.do(enter(either, lock))
     actor.do(enter(either, lock))
     with pytest.raises(LockNotHeld, match="pool of threads"):
         other.do(leave(either, lock))
-    assert other.call(either.lock("k"), "acquire", timeout=5) is True
-    other.call(either.lock("k"), "release")
+    time.sleep(1)
     for _ in range(2):
-        with pytest.raises(LockLost):
-            actor.do(leave(either, lock))
+        assert actor.get(lock, "state") == "held"
+        actor.do(leave(either, lock))
+    assert either.row("k")["owner"] is None
+    actor.do(enter(either, lock))
+    actor.do(enter(either, lock))
+    actor.close()
+    assert until(lambda: leaves_in_vain(other, either, lock)), "its flow is over, and those were two blocks"
+    assert other.call(either.lock("k"), "acquire", timeout=5) is True, "neither is renewed any more"
+
+
+def leaves_in_vain(other: Actor, subject: Subject, block: Any) -> bool:
+    """Whether an end in a flow without a block of its own is refused."""
+    with pytest.raises(LockNotHeld, match="pool of threads"):
+        other.do(leave(subject, block))
+    return True
+
+
+SHARED: dict[str, Callable[[Subject], Any]] = {
+    "a semaphore": lambda subject: semaphore(subject, 3),
+    "the lock of a reader": lambda subject: rwlock(subject).read(),
+    "the locks of readers": lambda subject: several(subject, rwlock(subject, "a").read(), rwlock(subject, "b").read()),
+}
+"""Objects of which several flows may have a block open."""
+
+
+def tenures(subject: Subject) -> set[Any]:
+    """All that is held."""
+    return set(subject.run("SELECT lock_key, fence FROM locks WHERE owner IS NOT NULL"))
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_the_end_of_a_block_leaves_no_other_flows(
+    either: Subject, actors: Callable[[int], list[Actor]], what: str
+) -> None:
+    """An end in a flow without a block is that of the one block whose flow is over; else it is refused."""
+    innocent, ending, alive, foreign = actors(4)
+    block = SHARED[what](either)
+    innocent.do(enter(either, block))
+    theirs = tenures(either)
+    alive.do(enter(either, block))
+    both = tenures(either)
+    assert leaves_in_vain(foreign, either, block)
+    assert tenures(either) == both, "that of another one was left"
+    alive.do(leave(either, block))
+    ending.do(enter(either, block))
+    ending.close()
+    assert until(lambda: len(tenures(either)) == len(both))
+    time.sleep(0.1)  # until the thread has ended
+    foreign.do(leave(either, block))
+    assert tenures(either) == theirs
+    innocent.do(leave(either, block))
+    assert tenures(either) == set()
+
+
+def test_a_semaphore_has_one_block_in_each_flow(face: Subject, actor: Actor, other: Actor) -> None:
+    """As two generators of a thread have them: nothing would say which of the two ends."""
+    sem = semaphore(face, 3)
+    permit = actor.do(enter(face, sem))
+    with pytest.raises(LockError, match=r"enter a semaphore\.permit\(\) of its own for each block"):
+        actor.do(enter(face, sem))
+    second = other.do(enter(face, sem))
+    actor.do(leave(face, sem))
+    assert (permit.state, second.state) == (None, "held")
+    third = actor.do(enter(face, sem))
+    other.do(leave(face, sem))
+    assert third.state == "held"
+    actor.do(leave(face, sem))
+    assert tenures(face) == set()
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+@pytest.mark.parametrize("what", ["a semaphore", "the lock of a reader"])
+def test_all_orders_of_blocks_in_a_pool(subject: Subject, what: str) -> None:
+    """One flow begins and ends a block itself; of two others each call has a context of its own, as AnyIO has it.
+
+    While a body has not ended, its tenure is held: an end leaves its own, or is refused.
+    """
+    for order in sorted(set(permutations("001122"))):
+        block, running, pooled = SHARED[what](subject), dict[str, set[Any]](), set[str]()
+        for who in order:
+            run: Callable[..., Any] = copy_context().run if who in "12" else call
+            before = tenures(subject)
+            if who not in running:
+                _ = run(block.__enter__)
+                running[who] = tenures(subject) - before
+                pooled |= {who} & {*"12"}
+                continue
+            ended = running.pop(who)
+            try:
+                _ = run(block.__exit__, None, None, None)
+            except LockNotHeld:
+                assert (tenures(subject), len(pooled)) == (before, 2), order
+            else:
+                assert tenures(subject) == before - ended, order
+                pooled -= {who}
+            assert set().union(*running.values()) <= tenures(subject), order
+        del block
+        subject.run("DELETE FROM locks WHERE lock_key > 'k'")
 
 
 def test_a_block_that_was_left_by_hand_is_not_left_twice(either: Subject, actor: Actor, other: Actor) -> None:

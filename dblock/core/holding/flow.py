@@ -99,6 +99,12 @@ class Flow:
         return before
 
 
+def is_over(flow: Callable[[], Flow | None]) -> bool:
+    """Whether the flow that a reference names has ended."""
+    found = flow()
+    return found is None or found.ended()
+
+
 class _Life:
     """An object that dies with its thread."""
 
@@ -391,9 +397,7 @@ class Hold:
     @property
     def orphaned(self) -> bool:
         """Whether its flow ended without releasing it. A `with` belongs to its lock object, and may end elsewhere."""
-        flow = self.flow()
-        ended = flow is None or flow.ended()
-        return ended and not any(entry.kind == "with" and entry.lock is not None for entry in self.entries)
+        return is_over(self.flow) and not any(entry.kind == "with" and entry.lock is not None for entry in self.entries)
 
     @property
     def can_be_released(self) -> bool:

@@ -5,17 +5,56 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockError, Loss, Reason
-from dblock.core.holding.flow import Entry, Flow, Hold
+from dblock.core.errors import LockError, LockNotHeld, Loss, Reason
+from dblock.core.holding.flow import Entry, Flow, Hold, is_over
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.runtime import current_flow
 from dblock.core.values import Grant
+
+B = TypeVar("B", bound=tuple[Any, ...])
+
+
+def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an object for each block") -> B:
+    """Of the open `with`s of an object the one that ends here; each of them begins with the reference to its flow.
+
+    That is the innermost of this flow. A flow that has none ends the only one, or the only one whose flow is over, as
+    a pool may run the beginning and the end of a block in different threads. Raises LockNotHeld if there are several:
+    the bodies of all but one still run.
+    """
+    flow = current_flow().ref
+    if mine := [each for each in blocks if each[0] is flow]:
+        return mine[-1]
+    found = blocks
+    if len(blocks) > 1:
+        _ = gc.collect()  # the flow of a call that ran in a copied context is part of a cycle with that context
+        found = [each for each in blocks if is_over(each[0])]
+    if len(found) == 1:
+        return found[0]
+    why = "no block of it is open"
+    if blocks:
+        why = (
+            f"{len(blocks)} blocks of this object are open in other threads or tasks, and which of them ends here "
+            "cannot be told: where a pool of threads runs a block's beginning and its end (FastAPI's dependencies, "
+            f"AnyIO, sync_to_async), {instead}"
+        )
+    raise LockNotHeld(f"cannot leave {', '.join(map(repr, keys))}: {why}", key=keys[0] if len(keys) == 1 else None)
+
+
+def let_expire(blocks: Iterable[tuple[Callable[[], Flow | None], Hold | None]]) -> None:
+    """Renew no more the holds of blocks whose flows are over: one of them can no longer be left, nobody knows which."""
+    for flow, hold in blocks:
+        if hold is not None and is_over(flow):
+            hold.lease.renewing = False
 
 
 def begin_hold(

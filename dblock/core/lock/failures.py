@@ -144,16 +144,6 @@ def unreachable(error: BaseException, step: Execute, *, database: str, mistake: 
     return kind(text, key=key_of(step))
 
 
-def open_elsewhere(lock: BaseLock, blocks: int) -> LockNotHeld:
-    """The error for the end of one of several blocks of one lock object, which were all begun in other flows."""
-    return LockNotHeld(
-        f"cannot leave {lock.key!r}: {blocks} blocks of this lock object are open in other threads or tasks, and "
-        "which of them ends here cannot be told: where a pool of threads runs a block's beginning and its end "
-        "(FastAPI's dependencies, AnyIO, sync_to_async), make a db_lock(...) for each block",
-        key=lock.key,
-    )
-
-
 def forked(lock: BaseLock) -> LockNotHeld:
     """The error for a lock object that the parent held when it forked this process."""
     return LockNotHeld(

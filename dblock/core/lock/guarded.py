@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import innermost, refuses
+from dblock.core.lock.locks import refuses
 from dblock.core.log import inform
 from dblock.core.runtime import current_flow
 
@@ -34,8 +35,8 @@ class _Block(Generic[T]):
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._withs: list[tuple[Flow, Any]] = []
-        """The open blocks, each with the flow that began it."""
+        self._withs: list[tuple[Callable[[], Flow | None], Any]] = []
+        """The open blocks, each behind a reference to the flow that began it."""
 
     @property
     def key(self) -> str:
@@ -62,7 +63,7 @@ class _Block(Generic[T]):
 
     def _innermost(self) -> Any:
         """The block that ends now."""
-        block = innermost(self._withs, f"the guarded block on {self._lock!r}")
+        block = innermost(self._withs, getattr(self._lock, "keys", None) or [self.key])
         self._withs.remove(block)
         return block[1]
 
@@ -111,7 +112,7 @@ class Guarded(_Block[T]):
     def __enter__(self) -> T:
         block = self._block()
         given = block.__enter__()
-        self._withs.append((current_flow(), block))
+        self._withs.append((current_flow().ref, block))
         return given
 
     def __exit__(
@@ -168,7 +169,7 @@ class AsyncGuarded(_Block[T]):
     async def __aenter__(self) -> T:
         block = self._block()
         given = await block.__aenter__()
-        self._withs.append((current_flow(), block))
+        self._withs.append((current_flow().ref, block))
         return given
 
     async def __aexit__(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockStoreError, Reason, StoreBusy
+from dblock.core.errors import LockError, LockNotHeld, LockStoreError, Reason, StoreBusy
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, forget, freed, site_of, take_out
+from dblock.core.lock.bookkeeping import find_out, forget, freed, innermost, let_expire, site_of, take_out
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
@@ -29,8 +29,8 @@ T = TypeVar("T")
 def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
 
-    A `with` belongs to the lock object: if the flow that leaves holds nothing, its only open `with` is left, whichever
-    flow entered it (a pool of threads may run the beginning and the end of a block in different threads).
+    A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
+    that can be told (see `innermost`).
     """
     if lock._skipped:
         return
@@ -162,14 +162,12 @@ def _innermost(lock: BaseLock) -> Block | None:
     here = [block for block in lock._blocks if block.hold.flow() is flow]
     if here or lock._hold_here() is not None:
         return here[-1] if here else None
-    blocks = lock._open_blocks()
-    if len(blocks) > 1:
-        for block in blocks:  # one of them can no longer be left: its lease expires
-            block.hold.lease.renewing = False
-        from dblock.core.lock.failures import open_elsewhere  # noqa: PLC0415 - only for the error
-
-        raise open_elsewhere(lock, len(blocks))
-    return blocks[0] if blocks else None
+    blocks = [(block.hold.flow, block) for block in lock._open_blocks()]
+    try:
+        return innermost(blocks, [lock.key])[1] if blocks else None
+    except LockNotHeld:
+        let_expire((flow, block.hold) for flow, block in blocks)
+        raise
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:

@@ -5,22 +5,20 @@ Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar
 
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout
+from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
 T = TypeVar("T")
-B = TypeVar("B", bound=tuple[Any, ...])
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 Timeout = Seconds | EllipsisType | None
@@ -58,17 +56,6 @@ def was_ours(hold: Interruptible, error: BaseException | None) -> bool:
     task, hold.interrupted = current_task(), False
     others = task.uncancel() > hold.cancelling
     return not others and type(error).__name__ == "CancelledError"
-
-
-def innermost(blocks: Sequence[B], what: str) -> B:
-    """Of the open `with`s of an object the innermost of this flow, else the only one; each begins with its flow."""
-    flow = current_flow()
-    mine = [each for each in blocks if each[0] is flow] or blocks
-    if not mine:
-        raise LockNotHeld(f"cannot leave {what}: no block of it is open")
-    if mine[0][0] is not flow and len(mine) > 1:
-        raise LockNotHeld(f"blocks of {what} are open in other threads or tasks: make an object for each of them")
-    return mine[-1]
 
 
 L = TypeVar("L", bound=BaseLock)

@@ -21,11 +21,12 @@ from dblock.core import runtime
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import listed
-from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
+from dblock.core.errors import LockError, LockNotHeld, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.bookkeeping import innermost, let_expire
 from dblock.core.lock.failures import timed_out
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import Timeout, gives_way, refuses
@@ -129,8 +130,8 @@ class BaseSemaphore:
     def _begin_anew(self) -> None:
         """Hold no permit."""
         self._mutex = threading.RLock()  # a signal handler may release
-        self._held: list[tuple[Any, Flow, bool]] = []
-        """The permits of this object, by which flow each was acquired, and whether for a `with`."""
+        self._held: list[tuple[Callable[[], Flow | None], Any, bool]] = []
+        """The permits of this object, each behind a reference to the flow that acquired it; whether for a `with`."""
         self._runtime = runtime.current
         """That of the process; a forked child has another, and the permits are the parent's."""
 
@@ -165,7 +166,7 @@ class BaseSemaphore:
     def held(self) -> list[Any]:
         """The permits that this object holds, each a lock, the oldest first."""
         self._leave_to_parent()
-        return [permit for permit, _, _ in self._held if permit._hold_here() is not None]
+        return [permit for _, permit, _ in self._held if permit._hold_here() is not None]
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
@@ -174,7 +175,7 @@ class BaseSemaphore:
 
     def owns(self, permit: object) -> bool:
         """Whether the permit is one that this object holds, and not one of `permit()`."""
-        return any(each[0] is permit for each in self._held)
+        return any(each is permit for _, each, _ in self._held)
 
     def met(self, slot: int) -> None:
         """Log, once, that somebody has a slot that this semaphore does not have."""
@@ -212,26 +213,43 @@ class BaseSemaphore:
         return made
 
     def _add(self, permits: list[Any], *, block: bool) -> None:
-        flow = current_flow()
+        flow = current_flow().ref
         with self._mutex:
-            held = [each for each in self._held if each[2] or each[0]._hold_here() is not None]
-            self._held = [*held, *((permit, flow, block) for permit in permits)]
+            held = [each for each in self._held if each[2] or each[1]._hold_here() is not None]
+            self._held = [*held, *((flow, permit, block) for permit in permits)]
 
-    def _claim(self, n: int, *, block: bool) -> list[Any]:
-        """The permits that are to be left, last first, no longer in the list; those of this flow before others."""
+    def _claim(self, n: int) -> list[Any]:
+        """The permits that are to be released, last first, no longer in the list; those of this flow before others."""
         self._leave_to_parent()
-        flow = current_flow()
+        flow = current_flow().ref
         with self._mutex:
-            mine = [each for each in self._held if each[2] is block and (block or each[0]._hold_here() is not None)]
+            mine = [each for each in self._held if not each[2] and each[1]._hold_here() is not None]
             if n > len(mine):
                 raise PermitNotHeld(
                     f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
                     key=self.key,
                 )
-            mine.sort(key=lambda each: each[1] is flow)  # stable: those of this flow last
+            mine.sort(key=lambda each: each[0] is flow)  # stable: those of this flow last
             chosen = mine[-n:][::-1]
             self._held = [each for each in self._held if each not in chosen]
-        return [permit for permit, _, _ in chosen]
+        return [permit for _, permit, _ in chosen]
+
+    def _blocks(self) -> list[tuple[Callable[[], Flow | None], Any, bool]]:
+        """The open `with`s."""
+        return [each for each in self._held if each[2]]
+
+    def _claim_block(self) -> Any:
+        """The permit of the `with` that ends, no longer in the list."""
+        self._leave_to_parent()
+        with self._mutex:
+            blocks = self._blocks()
+            try:
+                found = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")
+            except LockNotHeld:
+                let_expire((flow, permit._hold_here()) for flow, permit, _ in blocks)
+                raise
+            self._held = [each for each in self._held if each is not found]
+        return found[1]
 
     def _acquire(self, n: int, timeout: float | None) -> Steps[list[Any] | Refused]:
         permits = self._ordered(n)
@@ -250,7 +268,7 @@ class BaseSemaphore:
     def _leave_nothing(self, permits: list[Any]) -> Steps[None]:
         """Release what was acquired of an order that failed."""
         with self._mutex:
-            self._held = [each for each in self._held if each[0] not in permits]
+            self._held = [each for each in self._held if each[1] not in permits]
         for permit in permits:
             if permit._hold_here() is not None:
                 with contextlib.suppress(LockError):
@@ -263,7 +281,7 @@ class BaseSemaphore:
     def _release(self, n: int) -> Steps[None]:
         """Leave `n` permits, each also if another one was lost, or interrupted; raises LockLost for the first."""
         late: BaseException | None = None
-        for permit in self._claim(self._count(n), block=False):
+        for permit in self._claim(self._count(n)):
             try:
                 yield from self._leave(permit, block=False)
             except GeneratorExit:
@@ -291,6 +309,13 @@ class BaseSemaphore:
     def _enter(self, timeout: float | None) -> Steps[Any]:
         """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
         refuse_to_skip(self._plain)
+        self._leave_to_parent()
+        if any(flow is current_flow().ref for flow, _, _ in self._blocks()):
+            raise LockError(
+                f"a block of this semaphore, {self.key!r}, is open in this thread or task already, and its end could "
+                "not be told from that of another one: enter a semaphore.permit() of its own for each block",
+                key=self.key,
+            )
         permits = self._ordered(1)
         try:
             found = yield from entering.acquire(permits[0], timeout, "with", permits[0]._flow)
@@ -379,7 +404,7 @@ class SyncSemaphore(BaseSemaphore):
     ) -> None:
         if self._plain._skipped:
             return
-        (permit,) = self._claim(1, block=True)
+        permit = self._claim_block()
         try:
             self._plain._drive(self._leave(permit, block=True))
         except LockError as late:
@@ -432,7 +457,7 @@ class AsyncSemaphore(BaseSemaphore):
     ) -> None:
         if self._plain._skipped:
             return
-        (permit,) = self._claim(1, block=True)
+        permit = self._claim_block()
         try:
             await self._plain._adrive(self._leave(permit, block=True), undisturbed=True)
         except LockError as late:

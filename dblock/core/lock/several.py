@@ -16,8 +16,9 @@ from dblock.core import clock
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Flow, Hold, current_task
 from dblock.core.lock import entering, leaving
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
@@ -64,8 +65,8 @@ class BaseLocks:
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
-        self._withs: list[tuple[Flow, Entered]] = []
-        """The open `with`s, and what each of them has entered."""
+        self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
+        """The open `with`s: a reference to the flow of each, and what it has entered."""
         for lock in members:
             if lock.options.on_busy != "raise":
                 raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
@@ -174,11 +175,11 @@ class BaseLocks:
 
     def _begun(self, before: Entered) -> None:
         """Remember the blocks of a `with`."""
-        self._withs.append((current_flow(), self._since(before)))
+        self._withs.append((current_flow().ref, self._since(before)))
 
     def _ended(self) -> Entered:
         """The blocks of the `with` that ends."""
-        block = innermost(self._withs, ", ".join(map(repr, self.keys)))
+        block = innermost(self._withs, self.keys)
         self._withs.remove(block)
         return block[1]
 
