@@ -2,6 +2,9 @@
 
 PYTHON := .venv/bin/python
 
+# Where bytecode must not be kept, all of the hundreds of processes of a run of the suite would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults product nemesis pooler matrix versions dist messages screenshots docs pictures clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
