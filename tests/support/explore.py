@@ -12,11 +12,10 @@ made to wait for another one's step a few times only.
 
 from __future__ import annotations
 
-import copy
 import math
 from _thread import LockType
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -40,7 +39,7 @@ from dblock.core.timing import Timing
 from dblock.core.values import SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-from tests.support.model import UNREPLICATED, Interrupted, Post, World, wish
+from tests.support.model import UNREPLICATED, Interrupted, Post, World, copied, wish
 
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
@@ -225,7 +224,7 @@ class Small(World):
     def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
         if not UNDOING & {*self.kinds} or not self.faults:
             return super().execute(step, seen)
-        before = copy.deepcopy(self.rows), copy.deepcopy(self.waiters), len(self.served.get("k", ()))
+        before = copied(self.rows), copied(self.waiters), len(self.served.get("k", ()))
         rows = super().execute(step, seen)
         if (self.rows, self.waiters) != before[:2]:
             name = step.statement.name
@@ -344,6 +343,9 @@ class Small(World):
             case "time":
                 coming = [each.answer_by for each in self.flows if each.answer is not None]
                 self.time = min([each.wakes for each in self.flows if each.sleeping()] + coming)
+
+    def check(self) -> None:
+        """What holds at every moment."""
         self.check_beliefs()
         assert self.served.get("k", [])[-2:] == sorted(self.served.get("k", [])[-2:]), "somebody was overtaken"
 
@@ -406,12 +408,13 @@ class _Canon:
         self._world, self._now = world, world.time
         self._known = dict[int, int]()
         self._kept = list[Any]()
+        self._numbers = set[int]()
 
     def of_world(self) -> Any:
         """Flows of a process that are in the same state are the same, and so are processes."""
         world = self._world
         flat = list[Any]()
-        for house in sorted((self._of_house(house) for house in world.houses), key=repr):
+        for house in _in_order([self._of_house(house) for house in world.houses]):
             flat += house
         for key, row in world.rows.items():
             self._add((key, *row.values()), flat)
@@ -425,12 +428,13 @@ class _Canon:
         for rows, waiting, _ in world.undone if world.faults else ():
             self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
         flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
-        numbers = {number: rank for rank, number in enumerate(sorted({it for it in flat if type(it) is _Number}))}
+        numbers = {number: rank for rank, number in enumerate(sorted(self._numbers))}
         names = dict[str, int]()
         for n, it in enumerate(flat):
-            if type(it) is _Number:
+            kind = type(it)
+            if kind is _Number:
                 flat[n] = ("n", numbers[it])
-            elif type(it) is _Name:
+            elif kind is _Name:
                 flat[n] = ("name", names.setdefault(it, len(names)))
         return tuple(flat)
 
@@ -457,52 +461,54 @@ class _Canon:
                 )
                 self._add(known, flows[-1])
         own = list[Any]()
-        for flow in sorted(flows, key=repr):
+        for flow in _in_order(flows):
             own += flow
         self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
         self._add((site.local_queues, site._contended), own)
         return own
 
-    def _add(self, it: Any, flat: list[Any]) -> None:  # noqa: PLR0912 - one branch for each kind of value
+    def _add(self, it: Any, flat: list[Any]) -> None:
         kind = type(it)
         if kind is str:
             named = it.startswith(("world_", READER)) or (it[:1].isdigit() and "." in it)
             flat.append(_Name(it) if named else it)
         elif kind is int:
-            flat.append(it if abs(it) < 100_000 else _Number(it))
+            if -100_000 < it < 100_000:
+                flat.append(it)
+            else:
+                self._numbers.add(it)
+                flat.append(_Number(it))
         elif kind is float:
             flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
         elif it is None or kind is bool:
             flat.append(it)
-        elif kind in _CONSTANT or isinstance(it, BaseException):
-            flat.append(kind.__name__)
-        elif kind is Statement:
-            flat.append(it.name)
-        elif kind is Request:
-            flat.append(_Name(it.flow))
-        elif isinstance(it, Enum):
-            flat.append(it.name)
-        elif kind is set:
-            flat.append(len(it))
-            for each in sorted(it, key=lambda owner: self._world.waiters.get(owner, _GONE)["ticket"]):
-                self._add(each, flat)
-        elif isinstance(it, tuple | list):
-            flat.append(len(it))
-            for each in it:
-                self._add(each, flat)
-        elif isinstance(it, dict):
-            flat.append(len(it))
-            for key in sorted(it, key=str):
-                self._add((key, it[key]), flat)
-        elif id(it) in self._known:
-            flat.append(("again", self._known[id(it)]))
         else:
-            self._known[id(it)] = len(self._known)
-            self._kept.append(it)
-            self._add_object(it, flat)
+            _adder(cast("Any", kind))(self, it, flat)
 
-    def _add_object(self, it: Any, flat: list[Any]) -> None:
-        if isinstance(it, GeneratorType):
+    def _add_class(self, it: Any, flat: list[Any]) -> None:
+        flat.append(type(it).__name__)
+
+    def _add_name(self, it: Any, flat: list[Any]) -> None:
+        flat.append(it.name)
+
+    def _add_request(self, it: Request, flat: list[Any]) -> None:
+        flat.append(_Name(it.flow))
+
+    def _add_set(self, it: set[Any], flat: list[Any]) -> None:
+        self._add_sequence(sorted(it, key=lambda owner: self._world.waiters.get(owner, _GONE)["ticket"]), flat)
+
+    def _add_sequence(self, it: Collection[Any], flat: list[Any]) -> None:
+        flat.append(len(it))
+        for each in it:
+            self._add(each, flat)
+
+    def _add_dict(self, it: dict[Any, Any], flat: list[Any]) -> None:
+        flat.append(len(it))
+        for key in it if isinstance(it, OrderedDict) else sorted(it, key=str):
+            self._add_sequence((key, it[key]), flat)
+
+    def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: list[Any]) -> None:
+        if self._is_new(it, flat):
             frame = it.gi_frame
             flat.append(it.__qualname__)
             if frame is not None:
@@ -511,12 +517,29 @@ class _Canon:
                     if name not in _ASIDE:
                         self._add(value, flat)
                 self._add(it.gi_yieldfrom, flat)
-        elif isinstance(it, LockType):
+
+    def _add_lock(self, it: LockType, flat: list[Any]) -> None:
+        if self._is_new(it, flat):
             flat.append(it.locked())
-        else:
+
+    def _add_object(self, it: Any, flat: list[Any]) -> None:
+        if self._is_new(it, flat):
             flat.append(type(it).__name__)
             for name in _attributes(cast("Any", type(it))):
                 self._add(getattr(it, name, None), flat)
+
+    def _is_new(self, it: Any, flat: list[Any]) -> bool:
+        """Whether it was not met before; or else it is written down which one it is."""
+        known = self._known.setdefault(id(it), len(self._kept))
+        if known < len(self._kept):
+            flat.append(("again", known))
+            return False
+        self._kept.append(it)
+        return True
+
+
+def _in_order(flats: list[list[Any]]) -> list[list[Any]]:
+    return sorted(flats, key=repr) if len(flats) > 1 else flats
 
 
 _GONE: dict[str, Any] = {"ticket": 0}
@@ -539,6 +562,25 @@ _ASIDE = {
     ),
     *("_key", "holds_other_keys", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
 }
+
+
+@cache
+def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
+    """How values of this kind are written down."""
+    if kind in _CONSTANT or issubclass(kind, BaseException):
+        return _Canon._add_class
+    for kinds, adder in (
+        ((Statement, Enum), _Canon._add_name),
+        (Request, _Canon._add_request),
+        (set, _Canon._add_set),
+        ((tuple, list), _Canon._add_sequence),
+        (dict, _Canon._add_dict),
+        (GeneratorType, _Canon._add_generator),
+        (LockType, _Canon._add_lock),
+    ):
+        if issubclass(kind, kinds):
+            return adder
+    return _Canon._add_object
 
 
 _ATTRIBUTES: dict[type, list[str]] = {
@@ -580,9 +622,12 @@ def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
         came_from, path = stack.pop()
         world: Small = make()
         try:
-            for choice in path:
+            for choice in path[:-1]:  # what holds at every moment was checked when it happened first
                 world.happen(choice)
             while True:
+                if path:
+                    world.happen(path[-1])
+                    world.check()
                 state = hash(world.state())
                 if path:
                     before[state].append((came_from, path[-1]))
@@ -598,7 +643,6 @@ def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
                 stack += [(state, (*path, choice)) for choice in choices[1:]]
                 came_from, path = state, (*path, choices[0])
                 assert len(path) < LONGEST_WAY, "it goes on for ever"
-                world.happen(choices[0])
         except AssertionError as error:
             raise AssertionError(f"{error}, after\n{_story(path)}") from error
     if not stack and (endless := seen - _leading_to(over, before)):

@@ -10,7 +10,6 @@ is by then.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import sqlite3
@@ -34,7 +33,7 @@ from dblock.core.statements.base import Dialect, Reply, Statement, rendered
 from dblock.core.statements.sqlite import SQL
 from dblock.core.values import SHARE, Grant, KeyKind
 from tests.support.explore import _CONSTANT, SNAPSHOTS, TTL, Choice, Flow, House, Small
-from tests.support.model import UNREPLICATED, Interrupted, wish
+from tests.support.model import UNREPLICATED, Interrupted, copied, wish
 
 FIRST = datetime(2000, 1, 1)
 """Where the clock of a world begins, for SQLite."""
@@ -367,7 +366,7 @@ class OnModel(Family):
     _saw: Seen | None = None
 
     def snapshot(self) -> Any:
-        return Seen(set(self.waiters), copy.deepcopy(self.rows), self.time)
+        return Seen(set(self.waiters), copied(self.rows), self.time)
 
     def execute(self, step: Execute, seen: Any = None) -> Rows:
         self._saw = self.snapshot() if seen is None else seen

@@ -411,6 +411,11 @@ class World:
         return [(row["served"] + 1 if row["last"] > row["served"] else 0,)]
 
 
+def copied(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A copy of a table, whose values nobody changes."""
+    return {key: {**row} for key, row in table.items()}
+
+
 class Interrupted(BaseException):
     """A cancellation or Ctrl-C."""
 

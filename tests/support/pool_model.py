@@ -423,7 +423,7 @@ class PoolWorld:
                 self.fork(actor)
             case "time":
                 self.time = min(due for each in self.actors if (due := each.due()) > self.time)
-        self.check()
+        self.note_free()
 
     def leave(self, actors: list[Actor]) -> None:
         """They do not run any more."""
@@ -451,7 +451,7 @@ class PoolWorld:
             assert len(slots.occupants()) <= slots.most, "more slots than there are"
             for each in in_use:
                 assert id(each) in slots.lent, "used without a slot"
-            self.check_free(slots)
+        self.check_free()
         for opening in (actor.connection for actor in self.actors if actor.at == "open" and not actor.gone):
             if opening is not None and opening.stage is not Stage.CLOSED:
                 expired = opening.expected_until < self.time or pool.is_over(opening.loop)
@@ -463,22 +463,36 @@ class PoolWorld:
             assert not each.raw.old, "an idle connection is older than the last closing"
             assert id(each) not in self.hands, "an idle connection is used"
 
-    def check_free(self, slots: Slots) -> None:
-        """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""
+    def note_free(self) -> None:
+        """Note since when a slot has been free while somebody waits who could have it."""
+        for slots in self.pool._slots:
+            if slots.line and self.is_free(slots):
+                _ = self.since.setdefault(slots, self.time)
+            else:
+                _ = self.since.pop(slots, None)
+
+    def is_free(self, slots: Slots) -> bool:
+        """Whether somebody waits who could have a slot, or one that is lost, once that is noticed."""
         waiting = [each for each in self.actors if each.in_line(slots)]
-        now, pool = self.time, self.pool
-        held = slots.occupants()
-        lost = [each for each in held if each.overdue or pool.is_over(each.loop) or each.expected_until < now]
-        late = [each.loop for each in held if each.stage is Stage.LATE]
-        idle = [each.loop for each in pool._idle]
-        able = [each for each in waiting if each.loop in idle or each.loop not in late]
-        free = len(slots.lent) < slots.most and able
-        if not (free or (lost and waiting)):
-            _ = self.since.pop(slots, None)
-            return
-        waited = now - self.since.setdefault(slots, now)
-        calm = not lost and (self.faults or not self.kinds)  # no fault has happened yet
-        assert waited <= (0.0 if calm else 3 * timing.DEFAULT.local_poll) + 1e-6, "a free slot is not taken"
+        if waiting and self.is_lost(slots):
+            return True
+        if not waiting or len(slots.lent) >= slots.most:
+            return False
+        late = [each.loop for each in slots.occupants() if each.stage is Stage.LATE]
+        idle = [each.loop for each in self.pool._idle]
+        return any(each.loop in idle or each.loop not in late for each in waiting)
+
+    def is_lost(self, slots: Slots) -> bool:
+        """Whether a connection occupies a slot in vain."""
+        pool, now = self.pool, self.time
+        return any(each.overdue or each.expected_until < now or pool.is_over(each.loop) for each in slots.occupants())
+
+    def check_free(self) -> None:
+        """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""
+        for slots, since in self.since.items():
+            calm = not self.is_lost(slots) and (self.faults or not self.kinds)  # no fault has happened yet
+            longest = 0.0 if calm else 3 * timing.DEFAULT.local_poll
+            assert self.time - since <= longest + 1e-6, "a free slot is not taken"
 
     def check_end(self) -> None:
         """When all have ended each slot is free in time, and each connection is closed or idle."""
@@ -522,7 +536,7 @@ class _Canon:
             while frame is not None:
                 if frame.f_code.co_filename.endswith(("pool.py", "slots.py", "pool_model.py")):
                     flat.append((frame.f_code.co_name, frame.f_lasti))
-                    for name, value in sorted(frame.f_locals.items()):
+                    for name, value in frame.f_locals.items():
                         if name not in {"self", "world", "actor"}:
                             self._add(value, flat)
                 frame = frame.f_back
@@ -536,11 +550,11 @@ class _Canon:
 
     def _add(self, it: Any, flat: list[Any]) -> None:
         kind = type(it)
-        if it is None or kind in {bool, int, str}:
+        if it is None or kind in {bool, int, str, Use}:
             flat.append(it)
         elif kind is float:
             flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 2))
-        elif kind in {list, tuple, Use}:
+        elif kind in {list, tuple}:
             flat.append(len(it))
             for each in it:
                 self._add(each, flat)
