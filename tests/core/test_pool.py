@@ -107,6 +107,22 @@ def test_a_connection_that_is_open_when_its_caller_stops_waiting_goes_to_the_nex
     assert not pool._slots[False].lent
 
 
+def test_one_that_is_returned_while_another_is_opened() -> None:
+    """The caller uses it, and the new one is kept once it is open; a listener waits for its own."""
+    pool = Pool(most=2)
+    pool.may.set()
+    mine = pool.take(soon(), critical=False)
+    pool.may.clear()
+    threading.Timer(0.05, pool.give, (mine,)).start()
+    assert pool.take(soon(5), critical=False) is mine
+    pool.give(mine)
+    with pytest.raises(StoreConflict, match="in time"):
+        pool.open_apart(soon(0.3))
+    pool.may.set()
+    assert until(lambda: len(pool._idle) == 2)
+    assert not pool._slots[False].lent
+
+
 def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
     """All of them wait for it; when it has come, as many go on as there may be connections."""
     pool, out, most = Pool(most=3), list[PooledConnection](), list[int]()

@@ -9,9 +9,10 @@ At most `most` connections are in use at a time for taking and waiting, and as m
 releasing, so that renewals and releases never queue behind takes. When all are in use, callers queue. Statements that
 continue an operation, and renewals, on which all leases depend, go before statements that begin one.
 
-A caller waits for a new connection only as long as its statement may take. The connection keeps its slot until it is
-open, or for `statement_timeout` after the caller's time; then it goes to the next caller. Meanwhile no other connection
-is opened for the same purpose and event loop: a server that accepts connections without answering does not get more and
+A caller waits for a new connection only as long as its statement may take, and uses one that is returned meanwhile if
+that comes first: far away, opening takes a dozen round trips. The new connection keeps its slot until it is open, or
+for `statement_timeout` after the caller's time; then it goes to the next caller. Meanwhile no other connection is
+opened for the same purpose and event loop: a server that accepts connections without answering does not get more and
 more of them.
 
 A NAT, a load balancer or a firewall drops an idle connection silently. So a connection that has been idle for
@@ -65,6 +66,8 @@ class AutocommitPool:
         self._local = local
         """Whether the database is a file, for which nothing has to be done in the background."""
         self._idle: list[PooledConnection] = []
+        self._awaited = set[PooledConnection]()
+        """Connections that are being opened, and whose callers wait."""
         self._all = weakref.WeakSet[PooledConnection]()
         """All connections, which a forked child leaves to its parent."""
         self._epoch = 0
@@ -144,11 +147,14 @@ class AutocommitPool:
                 connection = self._claim(loop, slots)
         if connection is None:
             connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=priority))
-        while connection.stage is LENT:
+        while True:
+            if connection.stage is not LENT:
+                new, connection = connection, self._open_in_time(connection, until)
+                if connection is new:
+                    return connection
             if self._is_alive(connection, until):
                 return connection
             connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=True), silent=connection)
-        return self._open_in_time(connection, until)
 
     def open_apart(self, until: float) -> PooledConnection:
         """A connection to listen on, without a slot, which is never returned; StoreConflict if not open by then."""
@@ -174,6 +180,9 @@ class AutocommitPool:
                 surplus.append(self._pop())
             if connection.slots is not None:
                 connection.slots.free(connection)
+            for each in list(self._awaited) if self._awaited else ():
+                if each.caller is not None:
+                    each.caller.notify()
         for each in surplus:
             self._close(each)
         if len(idle) > RESTING:
@@ -222,7 +231,7 @@ class AutocommitPool:
         for slots in self._slots:
             slots.lent.clear()
             slots.line.clear()  # of the parent's threads
-        self._idle, self._all, self._mutex = [], weakref.WeakSet(), threading.RLock()
+        self._idle, self._awaited, self._all, self._mutex = [], set(), weakref.WeakSet(), threading.RLock()
         return parents
 
     # -- helpers
@@ -232,19 +241,24 @@ class AutocommitPool:
 
         Callers hold the mutex.
         """
-        idle, late = self._idle, self._free_lost(slots, loop)
-        while idle and self.is_over(idle[-1].loop):
+        late = self._free_lost(slots, loop)
+        while self._idle and self.is_over(self._idle[-1].loop):
             self._close(self._pop())
-        index = len(idle) - 1
-        while index >= 0 and idle[index].loop is not loop:
-            index -= 1
-        if (late and index < 0) or not slots.has_room(waiter):
+        if not slots.has_room(waiter):
             return None
-        if index >= 0:
-            return slots.lend(idle.pop(index))
+        found = self._lend_idle(loop, slots)
+        if found is not None or late:
+            return found
         connection = PooledConnection(loop=loop, epoch=self._epoch, stage=OPENING)
         self._all.add(connection)
         return slots.lend(connection)
+
+    def _lend_idle(self, loop: object, slots: Slots) -> PooledConnection | None:
+        """The last idle connection of the event loop, with a slot that is free; callers hold the mutex."""
+        for index in reversed(range(len(self._idle))):
+            if self._idle[index].loop is loop:
+                return slots.lend(self._idle.pop(index))
+        return None
 
     def _claim_in_turn(
         self, loop: object, slots: Slots, waiter: SlotWaiter, *, silent: PooledConnection | None = None
@@ -298,12 +312,19 @@ class AutocommitPool:
         connection.caller = caller = Wakeup()
         connection.expected_until = until + timing.DEFAULT.statement_timeout
         try:
+            self._awaited.add(connection)
             self.in_background(self._run_opening, [connection])
             while connection.stage is OPENING and (left := until - clock.now()) > 0:
                 self.wait(caller, left)
+                _ = caller.consume()
+                returned = self._claim_returned(connection, caller) if self._idle else None
+                if returned is not None and returned.stage is LENT:  # no fork came between
+                    return returned
         except BaseException:
             self._stop_waiting(connection, caller)
             raise
+        finally:
+            self._awaited.discard(connection)
         if connection.stage is LENT and connection.caller is caller:
             return connection
         self._stop_waiting(connection, caller)
@@ -311,6 +332,19 @@ class AutocommitPool:
         if type(error).__name__ == "CancelledError":  # the opening was cancelled, as it took too long, not its caller
             error = None
         raise error or _not_opened()
+
+    def _claim_returned(self, connection: PooledConnection, caller: Wakeup) -> PooledConnection | None:
+        """A connection that was returned while this one was being opened; its caller stops waiting for this one."""
+        slots = connection.slots
+        if slots is None or connection.stage is not OPENING:
+            return None
+        with self._mutex:
+            if connection.stage is not OPENING or not slots.has_room(None):
+                return None
+            returned = self._lend_idle(connection.loop, slots)
+            if returned is not None:
+                self._stop_waiting(connection, caller)
+            return returned
 
     def _stop_waiting(self, connection: PooledConnection, caller: Wakeup) -> None:
         """Let the connection be lent to another caller, once it is open."""
