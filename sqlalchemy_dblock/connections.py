@@ -194,10 +194,10 @@ class EnginePool(AutocommitPool):
         elif hasattr(driver, "stop"):  # aiosqlite's thread, which is stopped without waiting
             _ = driver.stop()
         else:
-            _ = _closer(driver)()
+            _end(driver)
 
     def abandon(self, connection: PooledConnection) -> None:
-        """Close the socket without its event loop; if that still runs, in it."""
+        """Close the socket without its event loop; if that still runs, in it. psycopg's needs none, as it is idle."""
         driver = connection.raw.driver_connection
         loop: Any = connection.loop
         with contextlib.suppress(Exception):
@@ -206,9 +206,10 @@ class EnginePool(AutocommitPool):
                 return
             if self.is_over(loop):
                 connection.cut()  # aiomysql's and asyncmy's end no session without their loop
-                _ = _closer(driver)()
+            if self.is_over(loop) or hasattr(driver, "pgconn"):
+                _end(driver)
             else:
-                loop.call_soon_threadsafe(_closer(driver))
+                loop.call_soon_threadsafe(_end, driver)
 
     def loop(self) -> object:
         """The running event loop, for asynchronous drivers."""
@@ -247,12 +248,12 @@ def _source(engine: Engine) -> NullPool:
     return NullPool(creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
 
 
-def _closer(driver: Any) -> Callable[[], object]:
-    """The function that closes an asynchronous connection at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
-    close: Callable[[], object] = (
-        driver.pgconn.finish if hasattr(driver, "pgconn") else getattr(driver, "terminate", driver.close)
-    )
-    return close
+def _end(driver: Any) -> None:
+    """Close an asynchronous connection at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
+    if hasattr(driver, "pgconn"):
+        driver.pgconn.finish()
+    else:
+        getattr(driver, "terminate", driver.close)()
 
 
 def _name(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, timed, url
 from tests.support.lab import until
 from tests.support.servers import free_port
+from tests.support.subjects import Actor, Subject
 
 
 def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
@@ -470,6 +471,28 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
     assert fences == sorted(set(fences), key=lambda fence: fence or 0)
     gc.collect()
     asyncio.run(engine.dispose())
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_disposal_beside_an_event_loop_that_is_busy(request: pytest.FixtureRequest, driver: str) -> None:
+    """It ends that loop's connections too, and drops none that is open: psycopg warns of that."""
+    ready(request, "postgresql")
+    engine, actor = create_async_engine(url("postgresql", driver)), Actor(Subject("sqlalchemy", "async", "postgresql"))
+
+    def sessions() -> set[Any]:
+        return set(run("postgresql", "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"))
+
+    before, lock, go = sessions(), db_lock(engine, "k"), threading.Event()
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    assert sessions() > before
+    busy = actor.start(lambda: go.wait(20))
+    asyncio.run(engine.dispose())
+    gc.collect()
+    go.set()
+    assert busy.result(20)
+    assert until(lambda: sessions() <= before)
+    actor.close()
 
 
 @pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
