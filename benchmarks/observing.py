@@ -26,7 +26,7 @@ from sqlalchemy import Engine, create_engine
 from benchmarks.places import places
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
-from dblock.core.observing import observers
+from dblock.operating import history
 from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import store_for
 
@@ -87,7 +87,7 @@ def _nothing(event: object) -> None:
 def _keep_history(engine: Engine) -> Callable[[], None]:
     store, watchdog = store_for(engine), runtime.current.watchdog
     store.history = 10_000
-    observers.record()
+    history.record()
 
     def stop() -> None:
         store.history, watchdog.observers = 0, None

@@ -51,7 +51,7 @@ from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
-from dblock.operating.statements.administration import vocabulary
+from dblock.operating.statements import vocabulary
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, span
 from dblock.store import store_for

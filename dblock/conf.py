@@ -124,9 +124,9 @@ def tables() -> Tables:
 def follow_history() -> None:
     """Have what happens noted, if a history is to be kept."""
     if django_settings.configured and settings().HISTORY:
-        from dblock.core.observing import observers  # noqa: PLC0415 - off by default
+        from dblock.operating.history import record  # noqa: PLC0415 - off by default
 
-        observers.record()
+        record()
 
 
 def _changed(*, setting: str, **_: object) -> None:

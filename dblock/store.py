@@ -30,7 +30,7 @@ from dblock.core.statements.base import Cursor, Tables, perform
 from dblock.drivers.listening import Psycopg2Subscription, PsycopgSubscription
 from dblock.drivers.literals import inlined
 from dblock.drivers.tried import refuse_untried
-from dblock.operating import history, pins  # noqa: F401 - set the core's hooks
+from dblock.operating import pins  # noqa: F401 - sets the core's hook
 
 if TYPE_CHECKING:
     from dblock.core.protocol.store import Subscription

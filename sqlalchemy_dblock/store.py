@@ -17,7 +17,6 @@ from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.executor import BaseStore
-from dblock.core.observing import observers
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -28,7 +27,7 @@ from dblock.core.validation import valid_history, valid_quarantine, valid_reapin
 from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
-from dblock.operating import history, pins  # noqa: F401 # pyright: ignore[reportUnusedImport] - set the core's hooks
+from dblock.operating import pins  # noqa: F401 # pyright: ignore[reportUnusedImport] - sets the core's hook
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
@@ -103,7 +102,9 @@ class EngineStore(BaseStore):
         self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
         self.history = options.history if self.renewable else 0
         if self.history:
-            observers.record()
+            from dblock.operating import history  # noqa: PLC0415 - off by default
+
+            history.record()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))

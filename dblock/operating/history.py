@@ -4,8 +4,6 @@ An event costs its flow an entry in a list. About once a second the watchdog has
 and the oldest rows deleted, so that the table has a bounded number of rows. The list is bounded too, by key, so that a
 key that is taken a thousand times a second leaves room for others; the number of omitted events is written as well.
 
-Importing this module has the events written; the modules of each face that make the stores import it.
-
 Rule: no flow waits for it, and nothing is decided by it. Events that cannot be written are dropped, and so are those of
 the last second of a process that is killed. Events of one database are never written to another one that the store's
 name has led to since: a test runner drops its database, and resets the alias.
@@ -210,4 +208,7 @@ class Histories:
         return [(store, self._of[store]) for store in stores]
 
 
-observers.make_histories = Histories
+def record() -> None:
+    """Have the events of this process written from now on; each face calls it once a store keeps a history."""
+    observers.make_histories = Histories
+    observers.record()

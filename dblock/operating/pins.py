@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Final
 
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.lock import failures
 from dblock.core.pinned import Pin, Pinned
+from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Rows, Steps, sleep
 from dblock.core.statements.base import Statement
@@ -144,4 +144,4 @@ def _literal(text: str) -> str:
 
 _FINDERS: Final = {"postgresql": _on_postgresql, "mysql": _on_mysql}
 """By the dialect's name. On SQLite no transaction can pin a key: while one writes, no other one does."""
-failures.find_pins = partial(pinned, settle=0.0)
+tenures.find_pins = partial(pinned, settle=0.0)

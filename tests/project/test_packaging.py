@@ -144,7 +144,7 @@ ours = [compile(module.__loader__.get_source(name), "", "exec") for name, module
 print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 """
     # The same code is an eighth larger on Python 3.14, and a seventh on 3.15.
-    most = 860_000 if sys.version_info < (3, 14) else 967_000 if sys.version_info < (3, 15) else 986_000
+    most = 710_000 if sys.version_info < (3, 14) else 799_000 if sys.version_info < (3, 15) else 814_000
     for before, module, most_others, most_bytes in (
         ("pass", "dblock", 40, 10_000),
         ("import sqlalchemy", "sqlalchemy_dblock", 10, most),
@@ -155,20 +155,18 @@ print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 
 
 def test_nobody_observes() -> None:
-    """Then a cycle of take and release makes no event."""
+    """Then a cycle of take and release loads nothing of it, and makes no event."""
     code = """
+import sys
 from sqlalchemy import create_engine
-from dblock.core import runtime
-from dblock.core.observing import observers
 from sqlalchemy_dblock import db_lock, metadata
 engine = create_engine("sqlite://")
 metadata.create_all(engine)
-observers.Event = observers.Observers = None  # whoever makes one fails
 with db_lock(engine, "k"), db_lock(engine, "k"):
     pass
-print(runtime.current.watchdog.observers, runtime.current.watchdog.histories)
+print([name for name in sys.modules if "dblock" in name and any(each in name for each in ("observ", "event", "hist"))])
 """
-    assert python(code) == "None None"
+    assert python(code) == "[]"
 
 
 def test_without_greenlet(tmp_path: Path) -> None:

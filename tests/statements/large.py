@@ -17,7 +17,7 @@ from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Statement
 from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
-from dblock.operating.statements.administration import vocabulary
+from dblock.operating.statements import vocabulary
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
 

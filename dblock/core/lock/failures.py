@@ -6,7 +6,6 @@ Rule: the class of an error says what it means for the protocol, its text what t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -26,6 +25,7 @@ from dblock.core.errors import (
     StoreUnanswered,
     WrongKind,
 )
+from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Failure
@@ -56,12 +56,6 @@ _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_
 _TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states", "lock_epoch")
 
 WAIT_LONGER: Final = "wait longer with timeout=, or see to the holder"
-
-find_pins: Callable[[Database, Collection[str], float], Steps[dict[str, Pinned]]] | None = None
-"""Finds the transactions that pin keys without a holder, in a database, by a local time.
-
-`dblock.operating.pins` sets it when it is imported. Until then no error names such a transaction.
-"""
 
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 """Failures caused by the tables, not by the statement."""
@@ -242,12 +236,12 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
 def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
     """The transaction that pins the key, if it has no holder; None if there is none, or no answer in time."""
     held = refused.holder is not None and refused.holder.state == "held"
-    if find_pins is None or refused.busy is not None or held:
+    if tenures.find_pins is None or refused.busy is not None or held:
         return None
     database = lock._store().database
     until = database.now() + database.timing.pinned_answer
     with contextlib.suppress(LockError):
-        return (yield from find_pins(database, [lock._key], until)).get(lock._key)
+        return (yield from tenures.find_pins(database, [lock._key], until)).get(lock._key)
     return None
 
 

@@ -56,7 +56,7 @@ class Histories(Protocol):
 make_histories: Callable[[], Histories] | None = None
 """Makes the `Histories` of this process, for its first event that is to be written, and so anew after a fork.
 
-`dblock.operating.history` sets it when it is imported. Until then no event is written.
+`dblock.operating.history` sets it, which is imported once a store keeps a history.
 """
 
 

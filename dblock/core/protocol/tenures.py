@@ -86,9 +86,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason, StoreUnanswered
 from dblock.core.log import warn
@@ -97,6 +97,15 @@ from dblock.core.protocol.sending import Database, send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Masked, Statement, with_priority
 from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure
+
+if TYPE_CHECKING:
+    from dblock.core.pinned import Pinned
+
+find_pins: Callable[[Database, Collection[str], float], Steps[dict[str, Pinned]]] | None = None
+"""Finds the transactions that pin keys without a holder, in a database, by a local time.
+
+`dblock.operating.pins` sets it when it is imported. Until then no error names such a transaction.
+"""
 
 
 class Unresolved(StoreUnanswered):

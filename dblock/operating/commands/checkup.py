@@ -23,7 +23,7 @@ from dblock.core.wakeup.registry import Wakeups
 from dblock.operating import administration
 from dblock.operating.commands.console import pins_of, span
 from dblock.operating.commands.context import Context
-from dblock.operating.statements.administration import vocabulary
+from dblock.operating.statements import vocabulary
 
 
 class Level(StrEnum):

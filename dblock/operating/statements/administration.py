@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import NamedTuple
 
 from dblock.core.statements import common
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
 from dblock.core.statements.vocabulary import Vocabulary
+from dblock.operating.statements import vocabulary
 
 
 class Administration(NamedTuple):
@@ -126,12 +126,6 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
         Statement("list_events", list_events, Reply.ROWS),
         Statement("list_all_events", list_all_events, Reply.ROWS),
     )
-
-
-def vocabulary(dialect: str) -> Vocabulary:
-    """The vocabulary of a database, by its dialect's name; a process that locks there has loaded its module."""
-    found: Vocabulary = import_module(f"dblock.core.statements.{dialect}").SQL
-    return found
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, cast
 
 from dblock.core.statements.base import EXACT, Reply, Statement
-from dblock.operating.statements.administration import vocabulary
+from dblock.operating.statements import vocabulary
 
 if TYPE_CHECKING:
     from dblock.core.statements.postgresql import PostgreSQL
