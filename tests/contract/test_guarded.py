@@ -1,0 +1,487 @@
+"""`lock.atomic()` and `lock.begin()`: an error of the lock from such a block means that nothing was committed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from dblock.core.errors import LockLost, LockTimeout
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
+from dblock.core.protocol.drive import drive
+from dblock.operating import administration
+from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+from tests.conftest import ALIASES, DATABASES, run, url
+from tests.contract.test_guard import DRIVERS, STRICT, Rival, _begin_with, end_lease
+from tests.support.subjects import PRODUCT, Actor, Subject
+
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "engine": lambda engine: engine,
+    "session": Session,
+    "sessionmaker": sessionmaker,
+    "scoped_session": lambda engine: scoped_session(sessionmaker(engine)),
+    "async engine": lambda engine: engine,
+    "async session": AsyncSession,
+    "async sessionmaker": async_sessionmaker,
+    "async scoped_session": lambda engine: async_scoped_session(async_sessionmaker(engine), asyncio.current_task),
+}
+"""What begin() takes, by how a test calls it."""
+KINDS = ("django", *GIVEN)
+SOME_KINDS = KINDS if PRODUCT else ("django", "sessionmaker", "async engine")
+"""For tests of what the database does."""
+
+
+def in_turn(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each cell with some kind in turn, with all of them in `make product`."""
+    kinds = itertools.cycle(SOME_KINDS)
+    return [(*cell, kind or next(kinds)) for cell in cells for kind in (KINDS if PRODUCT else ("",))]
+
+
+class Django:
+    """A transaction of Django's, for a body that knows only `execute`."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+
+    def execute(self, statement: Any) -> Any:
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(str(statement))
+            return list(cursor.fetchall()) if cursor.description else []
+
+
+class Client:
+    """Runs guarded blocks of one kind in this thread, at its isolation level; their bodies are plain functions.
+
+    In a block of an event loop the body runs by `run_sync`, so that it is written once for all kinds.
+    """
+
+    def __init__(self, kind: str, database: str, level: str | None = None) -> None:
+        self.kind, self.database, self.level = kind, database, level
+        self.django, self.asynchronous = kind == "django", "async" in kind
+        self.alias = ALIASES[database]
+        self.engine: Any = None
+        self._given: Any = None
+        if self.django:
+            if level:
+                self._set_level()
+            return
+        options = {"isolation_level": level} if level and database != "sqlite" else {}
+        make = create_async_engine if self.asynchronous else create_engine
+        self.engine = make(url(database, DRIVERS[database] if self.asynchronous else ""), **options)
+        if level and database == "sqlite":
+            _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
+        self.loop = asyncio.new_event_loop() if self.asynchronous else None
+
+    def _set_level(self) -> None:
+        wrapper: Any = connections[self.alias]
+        wrapper.ensure_connection()
+        if self.database == "sqlite":
+            wrapper.transaction_mode = self.level
+            return
+        words = "CHARACTERISTICS AS TRANSACTION" if self.database == "postgresql" else "TRANSACTION"
+        with wrapper.cursor() as cursor:
+            cursor.execute(f"SET SESSION {words} ISOLATION LEVEL {self.level}")
+
+    @property
+    def given(self) -> Any:
+        """What begin() is given, made when it is used: an asynchronous scoped_session asks for its task."""
+        if self._given is None:
+            self._given = GIVEN[self.kind](self.engine)
+        return self._given
+
+    def lock(self, key: str = "k", **options: Any) -> Any:
+        if self.django:
+            from dblock import db_lock
+
+            return db_lock(key, using=self.alias, **options)
+        return sqlalchemy_lock(self.engine, key, **options)
+
+    def guarded(self, lock: Any) -> Any:
+        """The block."""
+        return lock.atomic() if self.django else lock.begin(self.given)
+
+    def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
+        """Run the body in a guarded block on the lock: it gets what executes statements."""
+        if self.django:
+            with self.guarded(lock) as given:
+                assert given is lock
+                return body(Django(self.alias))
+        if self.loop is None:
+            with self.guarded(lock) as given:
+                return body(given)
+
+        async def block() -> Any:
+            try:
+                async with self.guarded(lock) as given:
+                    return await given.run_sync(body)
+            finally:
+                if self.kind == "async scoped_session":  # whose session is this task's
+                    await self.given.remove()
+
+        return self.loop.run_until_complete(block())
+
+    def on_loop(self, made: Callable[[], Any]) -> Any:
+        """What a call gives, awaited if it can be."""
+        if self.loop is None:
+            return made()
+
+        async def awaited() -> Any:
+            found = made()
+            return await found if inspect.isawaitable(found) else found
+
+        return self.loop.run_until_complete(awaited())
+
+    def close(self) -> None:
+        if self.django:
+            connections[self.alias].close()
+            return
+        if self.kind in {"session", "async session"} and self._given is not None:
+            self.on_loop(self._given.close)
+        if self.kind == "scoped_session":
+            self.given.remove()
+        self.on_loop(self.engine.dispose)
+        if self.loop is not None:
+            self.loop.close()
+
+
+@pytest.fixture
+def rival(database: str) -> Iterator[Rival]:
+    made = Rival(database)
+    yield made
+    made.engine.dispose()
+
+
+@pytest.fixture
+def client(database: str) -> Iterator[Callable[..., Client]]:
+    """Makes clients, over an empty table of the user's."""
+    run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
+    run(database, "DELETE FROM guarded")
+    made: list[Client] = []
+
+    def make(kind: str, level: str | None = None) -> Client:
+        made.append(Client(kind, database, level))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def write(given: Any) -> None:
+    given.execute(text("INSERT INTO guarded VALUES (1)"))
+
+
+def notes(database: str) -> int:
+    """How much was committed, as a stranger sees it."""
+    return int(str(run(database, "SELECT count(*) FROM guarded")[0][0]))
+
+
+def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
+    """Let something happen before this very lock object is guarded, or left."""
+    plain, twice = getattr(lock, method), list[int]()
+
+    def later(*args: Any) -> Any:
+        if not twice:
+            twice.append(1)
+            happens()
+        return plain(*args)
+
+    setattr(lock, method, later)
+
+
+MOMENTS = ("before the guard", "in the body", "after the commit")
+LOSSES = ("pause", "expiry", "release by force")
+STANDS = "what it has committed stands"
+
+
+class Loss:
+    """What ends the tenure of a lock, where its holder does not see it; and another who tries to take the key then.
+
+    That is a flow of its own, so that it can be called in the middle of a block of any kind.
+    """
+
+    def __init__(self, how: str, lock: Any, rival: Rival, *, shut: bool) -> None:
+        self.how, self.lock, self.database = how, lock, rival.database
+        self.shut = shut
+        """Whether nobody else can write now, as on SQLite beside a writer."""
+        self.got_in: bool | None = None
+        self.theirs = sqlalchemy_lock(rival.engine, "k", ttl=30)
+        self.other = Actor(Subject("sqlalchemy", "sync", rival.database))
+        self._rival = rival
+
+    def __call__(self) -> None:
+        if self.how == "pause" or self.shut:
+            [hold] = self.lock._holds()
+            hold.lease.trusted_until = 0.0
+        fence = self.lock.fence
+        self.other.do(lambda: self._happens(fence))
+
+    def _happens(self, fence: int) -> None:
+        if self.shut:
+            self.got_in = self._rival.gets_in()
+            return
+        if self.how == "release by force":
+            store = self.theirs._store()
+            assert drive(administration.force_release(store, "k", fence, "root: enough"), store)
+        else:
+            end_lease(self.database)
+        self.got_in = self.theirs.acquire(blocking=False)
+
+    def end(self) -> None:
+        """The key is to be had, if they do not have it already."""
+        if not self.got_in:
+            assert self.other.call(self.theirs, "acquire", timeout=5)
+        self.other.call(self.theirs, "release")
+        self.other.close()
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    """What observers are told; some of it later, by another thread."""
+    seen: list[Event] = []
+    end = observe(seen.append)
+    yield seen
+    end()
+
+
+@pytest.mark.parametrize(
+    ("database", "level", "moment", "how", "kind"),
+    in_turn((*each, moment, how) for how in LOSSES for moment in MOMENTS for each in STRICT),
+    indirect=["database"],
+)
+def test_an_error_of_the_lock_means_that_nothing_was_committed(  # noqa: PLR0917
+    database: str,
+    rival: Rival,
+    client: Callable[..., Client],
+    level: str,
+    moment: str,
+    how: str,
+    kind: str,
+    *,
+    events: list[Event],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever ends the tenure, and when: before the guard it is LockLost, and later nobody gets in before the end."""
+    caplog.set_level(logging.INFO, "dblock")
+    holder = client(kind, level)
+    lock = holder.lock(ttl=30, timeout=1)
+    begun = moment != "after the commit" and (level == "IMMEDIATE" or holder.django)
+    loss = Loss(how, lock, rival, shut=database == "sqlite" and (begun or moment == "in the body"))
+    if moment == "before the guard":
+        before(lock, "guard", loss)
+    elif moment == "after the commit":
+        before(lock, "__aexit__" if holder.asynchronous else "__exit__", loss)
+
+    def body(given: Any) -> str:
+        write(given)
+        if moment == "in the body":
+            loss()
+            assert loss.got_in is False
+            write(given)
+        return "done"
+
+    if moment == "before the guard":
+        with pytest.raises(LockLost):
+            holder.block(lock, body)
+        assert notes(database) == 0
+    else:
+        assert holder.block(lock, body) == "done"
+        assert notes(database) == (2 if moment == "in the body" else 1)
+        told = [each.getMessage() for each in caplog.records if STANDS in each.getMessage()]
+        unnoticed = moment == "in the body" and how == "expiry" and not loss.shut  # nobody has come in: it is released
+        assert len(told) == (0 if unnoticed else 1)
+        kinds = [(each.kind, each.depth) for each in events]
+        assert (Kind.RELEASED, 0) in kinds if unnoticed else Kind.LOST in {kind for kind, _ in kinds}
+    assert lock.count == 0
+    loss.end()
+
+
+# -- what the body does
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", DATABASES if PRODUCT else ["postgresql"], indirect=True)
+def test_each_kind_of_session(database: str, client: Callable[..., Client], kind: str, rival: Rival) -> None:
+    """Its block commits, or rolls back with the error as it is, once and again; the lock is released each time."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    error = ZeroDivisionError("of the body")
+
+    def body(given: Any) -> int:
+        write(given)
+        assert lock.count == 1
+        return 5
+
+    def failing(given: Any) -> None:
+        write(given)
+        raise error
+
+    for number in (1, 2):
+        assert holder.block(lock, body) == 5
+        assert notes(database) == number
+        assert lock.count == 0
+        with pytest.raises(ZeroDivisionError) as caught:
+            holder.block(lock, failing)
+        assert caught.value is error
+        assert notes(database) == number
+        assert lock.count == 0
+        assert rival.gets_in()
+
+
+@pytest.mark.parametrize("database", DATABASES, indirect=True)
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_a_busy_key(database: str, client: Callable[..., Client], rival: Rival, kind: str) -> None:
+    """LockTimeout, and no transaction has begun."""
+    holder = client(kind)
+    theirs = sqlalchemy_lock(rival.engine, "k", ttl=30)
+    assert theirs.acquire()
+    with pytest.raises(LockTimeout):
+        holder.block(holder.lock(timeout=0), lambda _: pytest.fail("unreachable"))
+    theirs.release()
+    if holder.django:
+        assert not connections[holder.alias].in_atomic_block
+    assert holder.block(holder.lock(), lambda _: 1) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_body_that_rolls_back(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ends as its framework says: without an error here; nothing was committed, and the lock is released."""
+    caplog.set_level(logging.INFO, "dblock")
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+
+    def body(given: Any) -> None:
+        write(given)
+        if holder.django:
+            transaction.set_rollback(True, using=holder.alias)
+        else:
+            given.rollback()
+
+    holder.block(lock, body)
+    assert notes(database) == 0
+    assert lock.count == 0
+    assert rival.gets_in()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_body_that_commits_is_refused(  # noqa: PLR0917
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, goes_on: bool, lost: bool
+) -> None:
+    """At its next statement, or by the end of the block, and never by an error of the lock: that commit stands."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+
+    def body(given: Any) -> None:
+        write(given)
+        given.commit()
+        if lost:
+            [hold] = lock._holds()
+            hold.lease.trusted_until = 0.0
+            if goes_on:
+                lock.check()
+        elif goes_on:
+            write(given)
+
+    words = "context manager" if goes_on and not lost else "that commit stands: leave the commit to the end"
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        holder.block(lock, body)
+    assert isinstance(caught.value.__cause__, LockLost) is (lost and goes_on)
+    assert notes(database) == 1
+    assert lock.count == 0
+    if lost:
+        end_lease(database)
+    assert rival.gets_in()
+
+
+@pytest.mark.parametrize("how", ["savepoint", "refused"])
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("database", ["postgresql", "sqlite"], indirect=True)
+def test_a_savepoint_is_no_commit(database: str, client: Callable[..., Client], kind: str, how: str) -> None:
+    """A block in the body may end; an error of the lock after it still rolls everything back."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+
+    def body(given: Any) -> None:
+        with transaction.atomic(holder.alias) if holder.django else given.begin_nested():
+            write(given)
+        if how == "refused":
+            raise LockLost("of another lock", key="other")
+
+    if how == "refused":
+        with pytest.raises(LockLost, match="another lock"):
+            holder.block(lock, body)
+    else:
+        holder.block(lock, body)
+    assert notes(database) == (how == "savepoint")
+
+
+def test_a_commit_by_hand_is_refused_by_django(database: str, client: Callable[..., Client]) -> None:
+    """As in every atomic()."""
+    holder = client("django")
+
+    def body(given: Any) -> None:
+        write(given)
+        transaction.commit(using=holder.alias)
+
+    with pytest.raises(TransactionManagementError, match="atomic"):
+        holder.block(holder.lock(), body)
+    assert notes(database) == 0
+
+
+# -- hooks of the application
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kind", ["django", "session", "sessionmaker", "async session"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_what_a_hook_raises_comes_as_it_is(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, lost: bool
+) -> None:
+    """After the commit, which stands; the lock is held while it runs, and released whatever it raises."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    error, held = OSError("of a hook"), list[bool]()
+
+    def hook(*_: object) -> None:
+        held.append(lock.count == 1)
+        if lost:
+            [hold] = lock._holds()
+            hold.lease.trusted_until = 0.0
+        raise error
+
+    def body(given: Any) -> None:
+        write(given)
+        if holder.django:
+            transaction.on_commit(hook, using=holder.alias)
+        else:
+            event.listen(given, "after_commit", hook, once=True)
+
+    with pytest.raises(OSError) as caught:
+        holder.block(lock, body)
+    assert caught.value is error
+    assert held == [True]
+    assert any("lost" in note for note in getattr(error, "__notes__", ())) is lost
+    assert notes(database) == 1
+    assert lock.count == 0
+    if lost:
+        end_lease(database)
+    assert rival.gets_in()
