@@ -189,8 +189,8 @@ class LockInfo:
     @property
     def renewed(self) -> float | None:
         """Seconds since the last renewal, less the `grace` of the lock; None if there was none."""
-        ago = self.ttl - self.remaining
-        return ago if self.state == "held" and self.count and 0 <= ago < self.age - TTL_MIN / 2 else None
+        ago, held = self.ttl - self.remaining, self.state == "held" and not self.waits
+        return ago if held and self.count and 0 <= ago < self.age - TTL_MIN / 2 else None
 
     def __str__(self) -> str:
         who = printable(f'{self.identity} "{self.label}"' if self.label else str(self.identity))

@@ -34,7 +34,7 @@ from tests.conftest import ALIASES, INNODB, SERVERS, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
-from tests.support.lab import until
+from tests.support.lab import remaining, until
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -687,6 +687,27 @@ def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Act
     two.call(write, "release")
     assert three.call(rwlock(protocol, timeout=30).write(), "acquire") is True
     assert time.monotonic() - begun > 0.6
+
+
+def test_a_writer_that_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
+    """At the door; once it is in its lease lasts for a whole ttl, renewed or not."""
+    one, two = actors(2)
+    for renewed in (True, False):
+        read = rwlock(protocol).read()
+        assert one.call(read, "acquire")
+        write = rwlock(protocol, renew=renewed, timeout=30).write()
+        waiting = two.start(getattr(write, protocol.method("acquire")))
+        assert until(lambda: (info := one.call(rwlock(protocol).write(), "inspect")) is not None and info.waits)
+        assert remaining(protocol) < 5.1
+        one.call(read, "release")
+        assert waiting.result(30) is True
+        assert remaining(protocol) > 25
+        assert renewed or two.get(write, "remaining") > 25
+        assert two.call(write, "verify")
+        two.call(write, "release")
+    assert one.call(write, "acquire", blocking=False)
+    assert one.get(write, "remaining") > 25, "one that finds nobody has it at once"
+    one.call(write, "release")
 
 
 def test_readers_that_do_not_wait_are_let_in_at_once(protocol: Subject, actors: Actors) -> None:

@@ -30,7 +30,7 @@ from dblock.core.errors import (
 from tests.conftest import ALIASES, DATABASES, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import until
+from tests.support.lab import remaining, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
@@ -225,6 +225,38 @@ def test_a_dead_holder(protocol: Subject, actor: Actor, other: Actor) -> None:
         actor.call(dead, "release")
     assert dead.held == []
     assert other.call(sem.held[0], "verify")
+
+
+def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Actors) -> None:
+    """However long a permit that was collected before had to wait for the others."""
+    one, two, three = actors(3)
+    first, several, later = semaphore(protocol, 2), semaphore(protocol, 2, min_hold=1), semaphore(protocol, 2)
+    assert one.call(first, "acquire")
+    waiting = two.start(lambda: getattr(several, protocol.method("acquire"))(n=2, timeout=30))
+    time.sleep(1.2)
+    one.call(first, "release")
+    assert waiting.result(30) is True
+    begun = time.monotonic()
+    two.call(several, "release", 2)
+    assert three.call(later, "acquire", timeout=30)
+    assert time.monotonic() - begun > 0.7
+
+
+def test_what_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
+    """What it has collected, and the door; what it has at last lasts for a whole ttl."""
+    one, two = actors(2)
+    holder, sem = semaphore(protocol, 3), semaphore(protocol, 3, renew=False)
+    assert one.call(holder, "acquire")
+    waiting = two.start(lambda: getattr(sem, protocol.method("acquire"))(n=3, timeout=30))
+    assert until(lambda: len(in_use(protocol)) == 3)
+    time.sleep(0.2)
+    leases = sorted(remaining(protocol, key) for (key,) in protocol.run("SELECT lock_key FROM locks WHERE owner <> ''"))
+    assert leases[-2] < 5.1 < leases[-1]
+    one.call(holder, "release")
+    assert waiting.result(30) is True
+    assert all(permit.remaining > 20 for permit in sem.held)
+    assert all(remaining(protocol, permit.inspect().key) > 25 for permit in sem.held if protocol.face == "sync")
+    two.call(sem, "release", 3)
 
 
 def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:

@@ -29,6 +29,25 @@ def several(subject: Subject, *keys: Any, **options: Any) -> Any:
     return db_locks(subject.engine, *keys, **options)
 
 
+def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """Of the locks that were taken for it; not of one that was held before."""
+    one, two, three = actors(3)
+    one.call(busy := protocol.lock("c"), "acquire")
+    two.call(before := protocol.lock("b", min_hold=1), "acquire")
+    locks = several(protocol, "a", "b", "c", min_hold=1, timeout=30)
+    waiting = two.start(getattr(locks, protocol.method("acquire")))
+    time.sleep(1.2)
+    one.call(busy, "release")
+    assert waiting.result(30) is True
+    begun = time.monotonic()
+    two.call(locks, "release")
+    two.call(before, "release")
+    assert three.call(protocol.lock("b"), "acquire", blocking=False), "that was held for so long"
+    assert not three.call(protocol.lock("a"), "acquire", blocking=False)
+    assert three.call(protocol.lock("a"), "acquire", timeout=30)
+    assert time.monotonic() - begun > 0.7
+
+
 def owners(subject: Subject) -> dict[str, bool]:
     """By key, whether it is held."""
     return {key: owner is not None for key, owner in subject.run("SELECT lock_key, owner FROM locks")}

@@ -25,7 +25,9 @@ from dblock.core.statements.base import rendered
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, stranger, wait_for, waiters
-from tests.support.lab import FEW, LONG, SYNC, Remote, times, until
+from tests.contract.test_rwlock import rwlock
+from tests.contract.test_semaphore import semaphore
+from tests.support.lab import FEW, LONG, SYNC, Remote, alive, times, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server
 from tests.support.subjects import Actor, Subject
 
@@ -89,6 +91,42 @@ def test_dead_waiters_are_passed_over_together(
         assert time.monotonic() - released <= 2.0 + 0.5
         actor.call(lock, "release")
         actor.close()
+
+
+MAKE = "__import__('tests.contract.test_{0}', fromlist=['*']).{0}(subject, {1}ttl=60)"
+
+
+@pytest.mark.parametrize("what", ["permits", "a writer"])
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_a_dead_head_of_the_queue_delays_others_by_a_place(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """kill -9 who waits for permits, of which it has collected one, or for readers: it held the door as a waiter."""
+    timed(monkeypatch, waiter_ttl=2.0)
+    permits = what == "permits"
+    holder: Any = semaphore(subject, 2, ttl=60) if permits else rwlock(subject, ttl=60).read()
+    later: Any = semaphore(subject, 2, timeout=30) if permits else rwlock(subject, timeout=30).read()
+    assert holder.acquire()
+    actor = Actor(subject)
+    with Remote(subject) as remote:
+        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=2.0))")
+        make = MAKE.format("semaphore", "2, ") if permits else f"{MAKE.format('rwlock', '')}.write()"
+        target = f"lambda: waits.acquire(timeout=60{', n=2' if permits else ''})"
+        remote.do(f"(waits := {make})")
+        remote.do(f"__import__('threading').Thread(target={target}, daemon=True).start()")
+        assert until(lambda: alive(subject) == 2 + permits), "the holder, the door, and what was collected"
+        time.sleep(3)  # for longer than a place lasts
+        assert alive(subject) == 2 + permits
+        entering = actor.start(later.acquire)
+        time.sleep(0.3)
+        assert not entering.done()
+        remote.kill()
+        killed = time.monotonic()
+        assert entering.result(30) is True
+        assert time.monotonic() - killed <= 2.0 + 0.5
+    actor.call(later, "release")
+    actor.close()
+    holder.release()
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.database != "sqlite"], indirect=True, ids=str)

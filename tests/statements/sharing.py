@@ -271,7 +271,7 @@ _TAKE_SLOT: Final = (
 # -- who has the door
 
 _LONGER: Final = {"k": {"expires_at": At(61)}}
-_NOW_ALONE: Final = {"acquired_at": NOW, "awaiting_fence": 0}
+_NOW_ALONE: Final = {"acquired_at": NOW, "awaiting_fence": -7}
 
 
 def _not_alone(behaviour: str, share: Record) -> Case:
@@ -297,12 +297,19 @@ _ALONE: Final = (
 _AWAIT_LEAVING: Final = (
     Case(
         "await_leaving",
-        "the row says where its holder waits, and the lease lasts one life more",
+        "the row says where its holder waits, and the lease ends one life from now",
         keys=[held(kind=RWLOCK), held("j"), held(READER)],
         reply=DONE,
         after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
     ),
-    *lasts_longer("await_leaving", DONE, {"awaiting_fence": 7, "awaiting_channel": "new channel"}),
+    Case(
+        "await_leaving",
+        "also one that lasts for longer",
+        keys=[held(kind=RWLOCK, expires_at=At(100))],
+        reply=DONE,
+        after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
+    ),
+    Case("await_leaving", "not once it was alone", keys=[held(kind=RWLOCK, awaiting_fence=-7, expires_at=At(100))]),
     Case(
         "await_leaving",
         "it does not say so while a share is being left",

@@ -29,6 +29,7 @@ from tests.statements.cases import (
     owners,
     waiter,
 )
+from tests.statements.keys import lasts_longer
 
 POSTGRESQL: Final = ("postgresql",)
 NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
@@ -586,17 +587,12 @@ _CALL: Final = (
 _ACCEPT: Final = (
     Case(
         "accept",
-        "the lease lasts a whole life",
+        "the tenure counts from now, and the lease lasts a whole life",
         keys=[held(expires_at=At(3)), held("j", expires_at=At(3))],
         reply=[(7,)],
-        after={"k": {"expires_at": At(61)}},
+        after={"k": {"acquired_at": NOW, "expires_at": At(61)}},
     ),
-    Case(
-        "accept",
-        "a lease that lasts for longer is not shortened",
-        keys=[held(expires_at=At(100))],
-        reply=[(7,)],
-    ),
+    *lasts_longer("accept", [(7,)], {"acquired_at": NOW}),
     Case("accept", "one that has ended is not revived", keys=[held(expires_at=At(-0.5))], places=[waiter("me", 12)]),
     Case("accept", "not another owner's", keys=[held(owner="other")], places=[waiter("me", 12)]),
     Case("accept", "not another key's", keys=[held("j")], places=[waiter("me", 12)]),

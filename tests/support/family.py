@@ -194,6 +194,9 @@ class Member(Flow):
         for grant in grants:
             self._note_fence(grant)
             assert world.kinds or self._site_now() < grant.trusted_until, "what it got is over"
+        if not world.kinds and kind_of(self.does) is KeyKind.SEMAPHORE:
+            begun = [world.rows[grant.tenure.key]["acquired_at"] for grant in grants]
+            assert max(begun) - min(begun) < 0.1, "a permit that was collected counts from before the others"
         if not world.kinds and grants[0].tenure.key == "k":
             passed = [flow.at_door for flow in world.flows if isinstance(flow, Member) and flow is not self]
             assert not any(0 < fence < grants[0].tenure.fence for fence in passed), "one that had the door was passed"
@@ -298,6 +301,8 @@ class Family(Small):
     """Whose turn it is."""
     pins: dict[int, str] = field(default_factory=dict)
     """The key that the open transaction of a flow has pinned."""
+    died_waiting: bool = False
+    """Whether a process was killed in which flows only waited for a share or a door, as its holder or in the queue."""
     guesses: str = "own"
     """Which slot a flow tries first: its own number, or always the first."""
 
@@ -332,7 +337,7 @@ class Family(Small):
         ]
 
     def known(self) -> Any:
-        return self.fences, self.pins
+        return self.fences, self.pins, self.died_waiting
 
     def choices(self) -> list[Choice]:
         found = super().choices()
@@ -341,6 +346,10 @@ class Family(Small):
 
     def happen(self, choice: Choice) -> None:
         self.stepping = choice.whom
+        if choice.what == "death":
+            dying = [flow for flow in self.members if flow.house is self.houses[choice.whom] and not flow.done]
+            waiting = [flow for flow in dying if flow.wakeup is not None and not flow.entered]
+            self.died_waiting = waiting == dying and not any(kind_of(flow.does) is KeyKind.LOCK for flow in dying)
         self.time += JUMPS.get(choice.what, 0.0)
         super().happen(choice)
         for flow in self.members:
@@ -451,16 +460,16 @@ class OnModel(Family):
             if row is None or row["expires_at"] <= self.time or self._shares(self.seen_rows):
                 return []
             row["expires_at"] = max(row["expires_at"], self.time + p["life"])
-            row["awaiting"] = (0, "")
+            row["awaiting"] = (-row["fence"], "")
             return [()]
 
     def _await_leaving(self, p: dict[str, Any]) -> Rows:
         with self._as_of(p["key"]):
             row = self._tenure(p)
-            if row is None or row["expires_at"] <= self.time:
+            if row is None or row["expires_at"] <= self.time or row["awaiting"][0] == -row["fence"]:
                 return []
             row["awaiting"] = (row["fence"], p["channel"])
-            row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+            row["expires_at"] = self.time + p["life"]
             return [()]
 
     def _listed(self, p: dict[str, Any]) -> Rows:

@@ -256,6 +256,7 @@ class World:
         if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time or not self._in_epoch(row):
             return []
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+        row["acquired_at"] = self.time
         return [(row["fence"],)]
 
     def _hand_over_local(self, p: dict[str, Any]) -> Rows:

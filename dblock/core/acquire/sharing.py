@@ -5,6 +5,11 @@ the door as any lock, enter, and hand the door on. A writer acquires the door an
 finds shares in its way waits until they are left, and is notified of that. So all wait in one queue, first come, first
 served; `dblock.core.statements.shares` says why it is safe.
 
+Who may not begin yet has the lease of a waiter, on the door and on the permits that it collects: if it dies, the others
+wait no longer for it than for any waiter. The last one of its permits is taken with a whole lease, as is a door by
+which a writer gets in at once. The other leases are made whole before it begins (`queue.accept`), and all of its
+tenures count from then on; only a writer whose watchdog does that at once leaves it to it.
+
 Rule: what was begun is either returned or left, and the door either kept or handed on, whatever interrupts.
 """
 
@@ -26,7 +31,7 @@ from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
-from dblock.core.protocol import epoch, tenures
+from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
@@ -89,6 +94,9 @@ class Sharing:
         self._door, self.contended, self.slow_wait = door, contended, slow_wait or slow.SlowWait()
         self.database, self.shares = site.database, site.database.dialect.shares
         self.timing = site.database.timing
+        term = min(request.ttl, self.timing.waiter_ttl)
+        self.waiting = request._replace(ttl=term, life=term)
+        """The request of one that may not begin yet."""
         self.start = self.database.now()
         self.deadline = math.inf if timeout is None else self.start + timeout
         self.until = max(
@@ -97,11 +105,11 @@ class Sharing:
         )
         """The local time after which no statement is sent."""
 
-    def door(self, *, reading: int = 0) -> Steps[_Held | Refused]:
+    def door(self, request: Request) -> Steps[_Held | Refused]:
         """Acquire the door, in the time that is left."""
         assert self._door is not None  # noqa: S101 - it is None for a downgrade, which does not wait
         left = None if self.deadline == math.inf else max(self.deadline - self.database.now(), 0.0)
-        found = yield from self._door(self.request._replace(reading=reading), left)
+        found = yield from self._door(request, left)
         return found if isinstance(found, Refused) else _Held(found)
 
     def read(self) -> Steps[Grant | Refused]:
@@ -151,7 +159,7 @@ class Sharing:
         grant = yield from self._begin_read(admitted=1 - self.request.fair)
         growing, tries = pauses(longest=self.timing.grant_retry), 0
         while grant is None:
-            held = yield from self.door(reading=1)
+            held = yield from self.door(self.waiting)
             if isinstance(held, Refused):
                 tries += 1
                 # If no writer has the door, another reader has it for a moment.
@@ -189,21 +197,35 @@ class Sharing:
 
     def _write(self) -> Steps[Grant | Refused]:
         while True:
-            held = yield from self.door()
+            held = yield from self.door(self.request)
             if isinstance(held, Refused):
                 return held
+            grant: Grant | None = held.grant
             try:
                 readers = yield from self._until_none(held, partial(self._readers, held))
+                if readers == []:
+                    grant = yield from self._whole(held.grant)
             except GeneratorExit:
                 raise
             except BaseException:
                 yield from self._give_up_door(held)
                 raise
-            if readers == [] and self.database.now() < held.grant.trusted_until:
-                return held.grant
+            if readers == [] and grant is not None and self.database.now() < grant.trusted_until:
+                return grant
             yield from self._give_up_door(held)
             if readers:
                 return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
+
+    def _whole(self, grant: Grant) -> Steps[Grant | None]:
+        """The tenure with a whole lease, unless the watchdog makes it whole at once; None if it was lost."""
+        if not grant.term or (self.request.starts_on_place_lease and self.database.now() < grant.late_from):
+            return grant
+        return (yield from self._accept(grant))
+
+    def _accept(self, grant: Grant) -> Steps[Grant | None]:
+        """The tenure, which counts from now on, with a whole lease; None if it was lost."""
+        request = self.request._replace(key=grant.tenure.key).parameters(grant.tenure.owner)
+        return (yield from queue.accept(self.database, request, grant.ticket, self.until))
 
     def _readers(self, held: _Held) -> Steps[list[Any] | None]:
         """The readers in the way of a writer that has the door, or None if it was lost.
@@ -254,7 +276,7 @@ class Sharing:
         while True:
             if n == 1 and (grant := (yield from self._take_slot(semaphore))) is not None:
                 return [grant]
-            held = yield from self.door()
+            held = yield from self.door(self.waiting)
             if isinstance(held, Refused):
                 tries += 1
                 # If permits are free, somebody else may just be taking one.
@@ -266,17 +288,25 @@ class Sharing:
             try:
                 gather = partial(self._gather, semaphore, n, got)
                 others = yield from self._at_door(held, self._until_none(held, gather, got))
+                if len(got) == n:
+                    yield from self._begin_all(got)
             except GeneratorExit:
                 raise
             except BaseException:
                 yield from self._leave(got)
                 raise
-            if len(got) == n:
+            if len(got) == n and all(self.database.now() < grant.trusted_until for grant in got):
                 return got
             yield from self._leave(got)
             got.clear()
             if others:
                 return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+
+    def _begin_all(self, got: list[Grant]) -> Steps[None]:
+        """Let the permits that were collected before the last one count from now on; those that were lost are gone."""
+        for grant in got[:-1]:
+            begun = yield from self._accept(grant)
+            got[:] = [*(each for each in got if each is not grant), *([] if begun is None else [begun])]
 
     def _are_free(self, semaphore: Semaphore, n: int) -> Steps[bool]:
         """Whether nobody holds so many permits."""
@@ -324,7 +354,8 @@ class Sharing:
             if name in mine or (name in known and known[name][3] > 0):
                 continue
             statement = self.database.dialect.take if name in known else self.database.dialect.create
-            grant = yield from self._begin(statement, self.request._replace(key=name, fair=0), {})
+            request = self.request if len(got) == n - 1 else self.waiting
+            grant = yield from self._begin(statement, request._replace(key=name, fair=0), {})
             if grant is not None:
                 got.append(grant)
             else:  # a transaction pins it, its row is changed at this moment, or keys are closed
@@ -399,7 +430,7 @@ class Sharing:
     ) -> Steps[list[Any] | None]:
         """Wait until `look_for` finds no shares in the way: none, or those at the deadline; None if the door was lost.
 
-        The lease of the door is renewed, and so are the tenures in `got`.
+        The lease of the door is that of a waiter, and renewed, and so are those of the tenures in `got`.
         """
         shares = yield from look_for()
         if not shares:
@@ -420,7 +451,7 @@ class Sharing:
                 if now() >= renew_at:
                     if not (yield from self._renew(held, channel, got)):
                         return None
-                    renew_at = now() + self.request.ttl / 3
+                    renew_at = now() + self.waiting.ttl / 3
                     shares = yield from look_for()
                     continue
                 if now() - began >= self.timing.listen_after:
@@ -447,19 +478,15 @@ class Sharing:
 
     def _renew(self, held: _Held, channel: str, got: list[Grant] | None) -> Steps[bool]:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
-        parameters = {**held.grant.tenure._asdict(), "life": self.request.life, "channel": channel}
+        term = self.waiting.ttl
+        parameters = {**held.grant.tenure._asdict(), "life": term, "channel": channel}
         sent, rows = yield from send(self.database, self.shares.await_leaving, parameters, self.until, resend=True)
         if not rows:
             return False
-        held.grant = held.grant._replace(sent=sent, ttl=self.request.ttl, term=0.0)
+        held.grant = held.grant._replace(sent=sent, term=term)
         if got:
-            leases = [(grant.tenure, self.request.life) for grant in got]
-            sent, alive = yield from tenures.renew(self.database, leases, self.until)
-            got[:] = [
-                grant._replace(sent=sent, ttl=self.request.ttl, term=0.0)
-                for grant in got
-                if alive is None or grant.tenure in alive
-            ]
+            sent, alive = yield from tenures.renew(self.database, [(grant.tenure, term) for grant in got], self.until)
+            got[:] = [grant._replace(sent=sent) for grant in got if alive is None or grant.tenure in alive]
         return True
 
 

@@ -250,12 +250,12 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     if grant is None or not lease.lengthen(grant):
         return False
     runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
-    _count_min_hold(hold, lock, begins=begins)
+    count_min_hold(hold, lock, begins=begins)
     hold.entries = [*kept, entry]  # no signal handler runs between this and our return
     return True
 
 
-def _count_min_hold(hold: Hold, lock: BaseLock, *, begins: bool) -> None:
+def count_min_hold(hold: Hold, lock: BaseLock, *, begins: bool) -> None:
     """`min_hold` counts from the beginning of the outermost block; `begins`: that is the one that `lock` enters."""
     if begins:
         hold.started = hold.lease.now() - hold.lease.acquired

@@ -152,9 +152,11 @@ class BaseLocks:
             yield lock, None if deadline is None else max(deadline - clock.now(), 0.0)
 
     def _open(self) -> None:
-        """Called once all are taken: raises LockLost if one was lost meanwhile."""
+        """Called once all are taken: each counts from now on. Raises LockLost if one was lost meanwhile."""
         for lock in self._in_order():
-            _ = lock._surely_held()
+            hold = lock._surely_held()
+            if len(hold.entries) == 1:
+                entering.count_min_hold(hold, lock, begins=True)
 
     def _holds(self) -> list[Hold]:
         """What this flow holds through the locks."""

@@ -202,7 +202,7 @@ class Queue:
     be earlier than the place's, else 0, and not null if the database has notified its process, as one not `here`. If
     not `grant_answers`: let the live waiter `heir` begin it -> fence."""
     accept: Statement
-    """Let the lease of a waiter's new tenure last a whole life -> fence."""
+    """Let a waiter's new tenure count from now, and its lease last a whole life -> fence."""
     adopt_place: Statement
     """Give a waiter's place to another flow of the same process, under its own token `heir`."""
     hand_over_local: Statement
@@ -261,8 +261,8 @@ class Shares:
     """If there is no share, let the tenure of the door's holder count from now on; its lease gets no shorter -> one
     row."""
     await_leaving: Statement
-    """Let the lease of the door's holder last at least one life more, and have it notified on `channel` when a share is
-    left -> one row."""
+    """Let the lease of the door's holder end one life from now, and have it notified on `channel` when a share is left,
+    unless it was `alone` -> one row."""
     listed: Statement
     """At most `most` shares, in the order of their keys -> key, owner token, fence, seconds until the lease ends (0 or
     less if the share is free)."""

@@ -399,11 +399,13 @@ ORDER BY ticket LIMIT 1
 def accept(words: Vocabulary) -> Statement:
     """Safe: names the owner, whose token is of this attempt alone, and shortens nothing, so it may arrive late.
 
-    Durable: the lease is relied on.
+    The tenure counts from now on, for `min_hold`: its holder may begin once it has the answer. Durable: the lease is
+    relied on.
     """
     sql = f"""
 {words.change_at_once(words.by_key)}
-    {words.unchanged("fence")}{_longer(words)}
+    {words.unchanged("fence")}acquired_at = {words.now},
+    {_longer(words)}
 WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open()} {words.durable}
 {words.returning("fence")}
 """

@@ -93,10 +93,11 @@ def alone(words: Vocabulary) -> Statement:
     """Safe: names the tenure, and shortens nothing; true until the door's tenure ends, as no share begins before.
 
     It is an UPDATE so that no proxy sends it to a replica. The tenure counts from now on, for `min_hold`, and its
-    holder no longer waits. Asynchronous: nobody relies on the longer lease.
+    holder no longer waits, which `await_leaving` reads from the number of no tenure. Asynchronous: nobody relies on the
+    longer lease.
     """
     sql = f"""
-{words.change()} awaiting_fence = 0,
+{words.change()} awaiting_fence = -fence,
     acquired_at = {words.now},
     expires_at = {words.greatest}(expires_at, {words.after(":life")})
 WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AND expires_at > {words.now}
@@ -109,13 +110,18 @@ WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AN
 
 
 def await_leaving(words: Vocabulary) -> Statement:
-    """Safe: names the tenure, revives none and shortens none. Durable: the longer lease is relied on."""
+    """Safe: names the tenure, and revives none. Durable: the lease is relied on.
+
+    It gives the door the lease of a waiter, which may be shorter than the one before. The holder relies on nothing
+    until it has another answer; and one that arrives once a writer is in (`alone`) changes nothing.
+    """
     sql = f"""
 {words.change()}
     awaiting_fence = fence,
     awaiting_channel = :channel,
-    expires_at = {words.greatest}(expires_at, {words.after(":life")})
+    expires_at = {words.after(":life")}
 WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AND expires_at > {words.now}
+  AND awaiting_fence <> -fence
   {words.durable}
 """
     return Statement("await_leaving", sql, Reply.COUNT, critical=True, priority=True)

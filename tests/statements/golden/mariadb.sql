@@ -258,7 +258,7 @@ AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 10000
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (PRIMARY)
-SET fence = LAST_INSERT_ID(fence), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET fence = LAST_INSERT_ID(fence), acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > UTC_TIMESTAMP(6)
@@ -431,7 +431,7 @@ AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 10000
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET awaiting_fence = 0, acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET awaiting_fence = -fence, acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -444,11 +444,12 @@ AND share.lock_key < :high LIMIT 1) AS seen);
 
 -- await_leaving: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND expires_at > UTC_TIMESTAMP(6);
+AND expires_at > UTC_TIMESTAMP(6)
+AND awaiting_fence <> -fence;
 
 -- listed: the rows it returns
 SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6 END

@@ -265,7 +265,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = mine.name
-SET fence = LAST_INSERT_ID(fence), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET fence = LAST_INSERT_ID(fence), acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > UTC_TIMESTAMP(6)
@@ -441,7 +441,7 @@ AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 10000
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET awaiting_fence = 0, acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET awaiting_fence = -fence, acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -454,11 +454,12 @@ AND share.lock_key < :high LIMIT 1) AS seen);
 
 -- await_leaving: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND expires_at > UTC_TIMESTAMP(6);
+AND expires_at > UTC_TIMESTAMP(6)
+AND awaiting_fence <> -fence;
 
 -- listed: the rows it returns
 SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6 END

@@ -286,7 +286,7 @@ SELECT ticket, channel, owner, fence, lasts, CASE WHEN left(channel, length(:her
 
 -- accept: the rows it returns
 UPDATE locks
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > clock_timestamp()
@@ -461,7 +461,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks
-SET awaiting_fence = 0, acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET awaiting_fence = -fence, acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = CAST(:fence AS bigint)
@@ -476,11 +476,12 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- await_leaving: one empty row for each row that it changed
 UPDATE locks
-SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = clock_timestamp() + make_interval(secs => :life)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = CAST(:fence AS bigint)
 AND expires_at > clock_timestamp()
+AND awaiting_fence <> -fence
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 

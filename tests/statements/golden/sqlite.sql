@@ -222,7 +222,7 @@ WHERE lock_waiters.owner = locks.owner), owner, fence, 0, NULL;
 
 -- accept: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
@@ -352,7 +352,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET awaiting_fence = 0, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET awaiting_fence = -fence, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -365,11 +365,12 @@ AND share.lock_key < :high LIMIT 1) AS seen);
 
 -- await_leaving: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND awaiting_fence <> -fence;
 
 -- listed: the rows it returns
 SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN min(round((julianday(expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(expires_at) - julianday('now')) * 86400.0, 3) END
