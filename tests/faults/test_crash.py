@@ -303,12 +303,18 @@ def test_crashes_amid_a_queue_that_moves_on() -> None:
         engine = create_engine(SERVERS["postgresql"][1].format(server.port))
         metadata.create_all(engine)
         spawn = multiprocessing.get_context("spawn")
-        stay, stop, told = spawn.Event(), spawn.Event(), spawn.Queue()
+        stay, stop, told, count = spawn.Event(), spawn.Event(), spawn.Queue(), spawn.Value("i", 0)
+
+        def many() -> bool:
+            before = count.value
+            return until(lambda: count.value > before + 150, 60)
+
         url = SERVERS["postgresql"][1].format(server.port)
-        members = [spawn.Process(target=_member, args=(url, stay, stop, told), daemon=True) for _ in range(4)]
+        members = [spawn.Process(target=_member, args=(url, stay, stop, told, count), daemon=True) for _ in range(4)]
         for member in members:
             member.start()
         for _ in range(10 if LONG else 1):
+            assert many()
             time.sleep(5.0)  # longer than a ttl: what comes back then is over
             stay.set()
             time.sleep(0.05)
@@ -321,19 +327,19 @@ def test_crashes_amid_a_queue_that_moves_on() -> None:
                 os.kill(member.pid or 0, signal.SIGCONT)
             time.sleep(3.0)
             stay.clear()
-        time.sleep(3.0)  # who handed the key over before the crash may have it for a ttl, by its row
+        assert many()  # who handed the key over before the crash may have it for a ttl, by its row
         stop.set()
         stays = sorted(each for _ in members for each in told.get(timeout=60))
         for member in members:
             member.join(60)
         engine.dispose()
-    assert len(stays) > 300
+    assert len(stays) == count.value
     for (_, end, fence), (begin, _, later) in itertools.pairwise(stays):
         assert end <= begin, "two had it"
         assert fence < later
 
 
-def _member(url: str, stay: Any, stop: Any, told: Any) -> None:
+def _member(url: str, stay: Any, stop: Any, told: Any, count: Any) -> None:
     """Takes the key again and again, and stays if told to; says when it was sure to have it, and by which fence."""
     timing.DEFAULT = timing.DEFAULT._replace(poll_notified=0.05)  # to be there when the key is free
     engine, stays = create_engine(url), list[tuple[float, float, int]]()
@@ -347,6 +353,8 @@ def _member(url: str, stay: Any, stop: Any, told: Any) -> None:
                     while stay.is_set() and lock.remaining:
                         time.sleep(0.002)
                     stays.append((begin, min(time.monotonic(), begin + sure), fence))
+                    with count:
+                        count.value += 1
         except LockError:
             time.sleep(0.01)
     told.put(stays)
