@@ -177,11 +177,17 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
 
 
 def test_a_reader_that_does_not_enter_twice(either: Subject, actor: Actor) -> None:
-    """With reentrant=False it is told at once, as nothing could refuse it otherwise; the first is held as before."""
+    """With reentrant=False a try and a wait with an end fail; one without end is told at once."""
     read = rwlock(either, reentrant=False).read()
     actor.call(read, "acquire")
+    assert actor.call(read, "acquire", blocking=False) is False
+    begun = time.monotonic()
+    assert actor.call(read, "acquire", timeout=0.3) is False
+    assert time.monotonic() - begun > 0.25
+    with pytest.raises(LockTimeout, match="this very thread or task holds it, and reentrant=False"):
+        actor.within(rwlock(either, reentrant=False, timeout=0.1).read())
     with pytest.raises(LockDeadlock):
-        actor.call(read, "acquire", timeout=1)
+        actor.call(read, "acquire", timeout=None)
     assert actor.call(read, "verify")
     actor.call(read, "release")
     assert readers(either) == 0

@@ -118,10 +118,10 @@ def _acquire(
 def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | None) -> Steps[Refused | None]:
     """Raise LockDeadlock if a flow would wait for its own hold without end; None if it waits in the queue.
 
-    A reader would get in beside itself, and so waits here where `min_hold` lasts longer than its timeout.
+    A reader would get in beside itself there, and so waits here.
     """
     reads = bool(hold.reading and lock._reading)
-    if reads and timeout is not None and not hold.locks():
+    if reads and timeout is not None:
         if timeout:
             hold.store.database.before_waiting()
             yield from sleep(timeout)
