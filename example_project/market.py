@@ -56,16 +56,16 @@ async def stock(sku: str) -> dict[str, Any]:
 async def sell(sku: str, request: Request) -> Response:
     """Sell one item, in turn with the shop: JSON for programs; a browser goes back to the shop."""
     _ = await stock(sku)
+    sold: bool | None = None
     try:
         async with db_lock(engine, f"stock:{sku}", timeout=5, label="market stall") as lock:
             sold = await asell(engine, sku, "market", PAYMENT, lock)
     except (LockTimeout, LockLost):
-        answer, status = {"result": "busy"}, 503
-    else:
-        answer, status = {"result": "sold" if sold else "out"}, 200 if sold else 409
+        pass  # once asell() has returned, what it has sold is sold
+    result, status = {True: ("sold", 200), False: ("out", 409), None: ("busy", 503)}[sold]
     if SHOP_URL and "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse(f"{SHOP_URL}/item/{sku}/?market={answer['result']}", status_code=303)
-    return JSONResponse(answer, status_code=status)
+        return RedirectResponse(f"{SHOP_URL}/item/{sku}/?market={result}", status_code=303)
+    return JSONResponse({"result": result}, status_code=status)
 
 
 class Rivals(BaseModel):

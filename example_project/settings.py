@@ -74,7 +74,7 @@ if DATABASE == "mysql":
 
     pymysql.install_as_MySQLdb()
 
-DBLOCK = {"TTL": 30, "TIMEOUT": 10, "HISTORY": 10_000}
+DBLOCK = {"TTL": float(os.environ.get("LOCK_TTL", "30")), "TIMEOUT": 10, "HISTORY": 10_000}
 
 PAYMENT = float(os.environ.get("PAYMENT", "0.3"))
 """Seconds between reading the stock and writing it at a checkout: a payment takes that long."""

@@ -7,7 +7,7 @@ from example_project.shop import views
 
 urlpatterns = [
     path("", views.shelf, name="shelf"),
-    path("item/<slug:sku>/", views.item, name="item"),
+    path("item/<slug:sku>/", views.item_page, name="item"),
     path("checkout/<slug:sku>/", views.checkout, name="checkout"),
     path("give-back/<slug:sku>/", views.give_back, name="give_back"),
     path("rivals/", views.race, name="rivals"),

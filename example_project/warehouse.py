@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sqlalchemy import BigInteger, DateTime, Engine
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from sqlalchemy_dblock import AsyncLock
@@ -76,15 +76,14 @@ def sell(engine: Engine, sku: str, seller: str, pause: float) -> bool:
 
 
 async def asell(engine: AsyncEngine, sku: str, seller: str, pause: float, lock: AsyncLock | None) -> bool:
-    """The same for an event loop; nothing is written once a lock that is given is lost."""
-    async with AsyncSession(engine) as session:
+    """The same for an event loop; with a lock, LockLost means that nothing was sold."""
+    sessions = async_sessionmaker(engine)
+    async with sessions() as session:
         stock = (await session.get_one(Item, sku)).stock
     if stock <= 0:
         return False
     await asyncio.sleep(pause)
-    async with AsyncSession(engine) as session, session.begin():
-        if lock is not None:
-            await lock.guard(session)  # else LockLost
+    async with lock.begin(sessions) if lock else sessions.begin() as session:
         (await session.get_one(Item, sku)).stock = stock - 1
         session.add(Sale(item_id=sku, seller=seller, sold_at=datetime.now(UTC), fence=lock and lock.fence))
     return True

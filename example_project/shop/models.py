@@ -37,9 +37,19 @@ class Sale(models.Model):
     seller = models.CharField(max_length=100)
     sold_at = models.DateTimeField(auto_now_add=True)
     fence = models.BigIntegerField(null=True, blank=True)
+    cart = models.CharField(max_length=32, unique=True, null=True, blank=True)
 
     def __str__(self) -> str:
         return f"{self.item_id} by {self.seller}"
+
+
+class Payment(models.Model):
+    """What the bank has charged, see `bank`."""
+
+    cart = models.CharField(max_length=32, primary_key=True)
+
+    def __str__(self) -> str:
+        return self.cart
 
 
 class Deal(models.Model):

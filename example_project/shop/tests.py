@@ -10,7 +10,7 @@ from django.db import connection, transaction
 from django.test import TestCase, TransactionTestCase, override_settings
 
 from dblock import db_lock
-from example_project.shop.models import Item, Sale
+from example_project.shop.models import Item, Payment, Sale
 from example_project.shop.tasks import restock
 
 
@@ -22,10 +22,11 @@ class CheckoutTest(TestCase):
         Item.objects.create(sku="last", name="Last item", stock=1)
 
     def test_sells_once(self) -> None:
-        for text in ("You bought one", "sold out"):
-            response = self.client.post("/checkout/last/", follow=True)
+        for cart, text in (("one", "You bought one"), ("one", "You bought one"), ("two", "sold out")):
+            response = self.client.post("/checkout/last/", {"cart": cart}, follow=True)
             self.assertContains(response, text)
-        self.assertEqual(Sale.objects.count(), 1)
+        self.assertEqual([sale.cart for sale in Sale.objects.all()], ["one"])
+        self.assertEqual([payment.cart for payment in Payment.objects.all()], ["one"])
 
     def test_lock_inside_atomic(self) -> None:
         with transaction.atomic(), db_lock("stock:last") as lock:
@@ -61,7 +62,7 @@ class ContentionTest(TransactionTestCase):
             return db_lock(*arguments, **options)
 
         with mock.patch("example_project.shop.views.db_lock", watched):
-            self.client.post("/checkout/last/")
+            self.client.post("/checkout/last/", {"cart": "one"})
             self.client.post("/give-back/last/")
         self.assertEqual(inside, [False, True])
         self.assertEqual((Item.objects.get().stock, Sale.objects.count()), (1, 1))
@@ -88,4 +89,4 @@ class ContentionTest(TransactionTestCase):
         finally:
             done.set()
             thread.join()
-        self.assertContains(self.client.post("/checkout/last/", follow=True), "You bought one")
+        self.assertContains(self.client.post("/checkout/last/", {"cart": "one"}, follow=True), "You bought one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dblock import LockLost, LockTimeout, db_leader, db_lock, db_semaphore
 from dblock.celery import skipped
 from dblock.models import Lock, LockEvent, Waiter
 from example_project import backroom
-from example_project.shop import rivals, tasks
+from example_project.shop import bank, rivals, tasks
 from example_project.shop.live import stream
 from example_project.shop.models import Deal, Errand, Item, Race, Sale
 
@@ -41,55 +42,59 @@ MARKET = {
 
 
 @transaction.non_atomic_requests
-def shelf(request: HttpRequest, status: int = 200) -> HttpResponse:
+def shelf(request: HttpRequest) -> HttpResponse:
     """What there is, and the deal that the leader of the back room has chosen."""
     items = Item.objects.filter(shown=True).order_by("name")
     deal = Deal.objects.select_related("item").first()
-    return render(request, "shop/shelf.html", {"items": items, "deal": deal}, status=status)
+    return render(request, "shop/shelf.html", {"items": items, "deal": deal})
 
 
 @transaction.non_atomic_requests
-def item(request: HttpRequest, sku: str) -> HttpResponse:
-    """One product, the last sales of it, and the view that sells it."""
+def item_page(request: HttpRequest, sku: str, cart: str = "", status: int = 200) -> HttpResponse:
+    """One product, the last sales of it, and the view that sells it; a cart that is given is sent again."""
     found = get_object_or_404(Item, sku=sku)
     if (level_and_words := MARKET.get(request.GET.get("market", ""))) is not None:
         level, words = level_and_words
         messages.add_message(request, level, words.format(found.name))
         return redirect("item", sku)
-    context = {"item": found, "market": settings.MARKET_URL, "source": inspect.getsource(checkout)}
-    context["sales"] = Sale.objects.filter(item=found).order_by("-pk")[:5]
-    return render(request, "shop/item.html", context)
+    context = {"item": found, "cart": cart or uuid.uuid4().hex, "market": settings.MARKET_URL}
+    context |= {"source": inspect.getsource(checkout), "sales": Sale.objects.filter(item=found).order_by("-pk")[:5]}
+    return render(request, "shop/item.html", context, status=status)
 
 
 @require_POST
 @transaction.non_atomic_requests
 def checkout(request: HttpRequest, sku: str) -> HttpResponse:
-    """Sell one item; customers of the same item take turns."""
-    item = get_object_or_404(Item, sku=sku)
+    """Sell one item; customers of the same item take turns. A cart is paid and sold once, however often it comes."""
+    item, cart = get_object_or_404(Item, sku=sku), request.POST["cart"]
+    sold, out = Sale.objects.filter(cart=cart), False
     try:
         with db_lock(f"stock:{sku}", timeout=5, label="checkout") as lock:
             item.refresh_from_db()
-            if sold := item.stock > 0:
-                time.sleep(settings.PAYMENT)  # in no transaction
-                with transaction.atomic():
-                    lock.guard()  # else LockLost
+            if out := item.stock <= 0 and not sold.exists():
+                bank.refund(cart)  # it may have paid in an earlier try
+            elif not sold.exists():  # else only the answer was lost
+                bank.charge(cart)  # in no transaction
+                with lock.atomic():  # LockLost, and nothing is written, if the lock is lost by now
                     item.stock -= 1
                     item.save()
-                    Sale.objects.create(item=item, seller="web", fence=lock.fence)
+                    Sale.objects.create(item=item, seller="web", fence=lock.fence, cart=cart)
     except (LockTimeout, LockLost):
-        messages.error(request, f"Too many customers want the {item.name}, please try again.")
-        return shelf(request, status=503)
-    if sold:
+        pass  # the end of a plain `with` does not know what was committed: look
+    if sold.exists():
         messages.success(request, f"You bought one {item.name}.")
-    else:
+    elif out:
         messages.error(request, f"{item.name} is sold out.")
+    else:
+        messages.error(request, f"Too many customers want the {item.name}, please try again.")
+        return item_page(request, sku, cart, status=503)
     return redirect("item", sku)
 
 
 @require_POST
 def give_back(request: HttpRequest, sku: str) -> HttpResponse:
     """Put one item back, in the transaction of the request: the lock is kept until that has committed."""
-    with db_lock(f"stock:{sku}", timeout=5, label="give back"):
+    with db_lock(f"stock:{sku}", timeout=5, label="give back").atomic():
         item = get_object_or_404(Item, sku=sku)
         item.stock += 1
         item.save()

@@ -67,6 +67,16 @@ class _Block(Generic[T]):
         self._withs.remove(block)
         return block[1]
 
+    def _refuse_anew(self) -> None:
+        """Raise LockLost if a body further out has lost the lock, so that this block has taken another tenure.
+
+        What that body has read while it held the lock may be old by now, and this block is about to write by it.
+        """
+        for hold in self._lock._holds():
+            if hold.outer is not None and len(hold.entries) == 1:
+                lock: Any = hold.entries[0].lock
+                raise lock._lost(hold.outer)
+
     def _templates(self, function: Callable[..., Any]) -> Any:
         """The keys of several locks, formatted for each call; None for one lock."""
         return self._lock._templates(function) if hasattr(self._lock, "_templates") else None
@@ -94,6 +104,7 @@ class Guarded(_Block[T]):
             if lock._skipped:
                 yield lock
                 return
+            self._refuse_anew()
             with self._begin() as given:
                 self._guard(given)
                 yield given
@@ -145,6 +156,7 @@ class AsyncGuarded(_Block[T]):
             if lock._skipped:
                 yield lock
                 return
+            self._refuse_anew()
             async with self._begin() as given:
                 await lock.guard(given)
                 yield given
