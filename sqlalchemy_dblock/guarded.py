@@ -26,10 +26,10 @@ class _Given:
         elif isinstance(getattr(given, "sync_engine", given), Engine):
             fits = hasattr(given, "sync_engine") == asynchronous
         else:
-            session = self._session()
-            sessions = hasattr(session, "get_bind") and not isinstance(session, type | Connection)
-            fits = sessions and hasattr(session, "sync_session") == asynchronous
-        self._makes = fits and not hasattr(self._session(), "get_bind")
+            # A registry is not asked: where functions are decorated, there is no task yet whose session it would give.
+            sessions = hasattr(given, "get_bind") and not isinstance(given, type | Connection)
+            fits = sessions and hasattr(given, "stream") == asynchronous  # no Session has that
+        self._makes = fits and not hasattr(given, "get_bind")
         if not fits:
             its = (
                 "AsyncEngine, its async_sessionmaker or AsyncSession"

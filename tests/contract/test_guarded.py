@@ -6,26 +6,33 @@ import asyncio
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import unittest
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
+from django.test import TestCase
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.util import await_only
 
-from dblock.core.errors import LockLost, LockTimeout
+from dblock.core import runtime
+from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.operating import administration
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from tests.conftest import ALIASES, DATABASES, run, url
+from tests.conftest import ALIASES, DATABASES, SERVERS, run, url
 from tests.contract.test_guard import DRIVERS, STRICT, Rival, _begin_with, end_lease
-from tests.support.subjects import PRODUCT, Actor, Subject
+from tests.support.subjects import PRODUCT, Actor, Subject, _loop
 
 GIVEN: dict[str, Callable[[Any], Any]] = {
     "engine": lambda engine: engine,
@@ -61,6 +68,11 @@ class Django:
             return list(cursor.fetchall()) if cursor.description else []
 
 
+def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result, or the error, of a coroutine that runs as a task of the tests' event loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result(60)
+
+
 class Client:
     """Runs guarded blocks of one kind in this thread, at its isolation level; their bodies are plain functions.
 
@@ -82,7 +94,6 @@ class Client:
         self.engine = make(url(database, DRIVERS[database] if self.asynchronous else ""), **options)
         if level and database == "sqlite":
             _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
-        self.loop = asyncio.new_event_loop() if self.asynchronous else None
 
     def _set_level(self) -> None:
         wrapper: Any = connections[self.alias]
@@ -118,7 +129,7 @@ class Client:
             with self.guarded(lock) as given:
                 assert given is lock
                 return body(Django(self.alias))
-        if self.loop is None:
+        if not self.asynchronous:
             with self.guarded(lock) as given:
                 return body(given)
 
@@ -130,30 +141,28 @@ class Client:
                 if self.kind == "async scoped_session":  # whose session is this task's
                     await self.given.remove()
 
-        return self.loop.run_until_complete(block())
+        return on_loop(block())
 
-    def on_loop(self, made: Callable[[], Any]) -> Any:
+    def done(self, made: Callable[[], Any]) -> Any:
         """What a call gives, awaited if it can be."""
-        if self.loop is None:
+        if not self.asynchronous:
             return made()
 
         async def awaited() -> Any:
             found = made()
             return await found if inspect.isawaitable(found) else found
 
-        return self.loop.run_until_complete(awaited())
+        return on_loop(awaited())
 
     def close(self) -> None:
         if self.django:
             connections[self.alias].close()
             return
         if self.kind in {"session", "async session"} and self._given is not None:
-            self.on_loop(self._given.close)
+            self.done(self._given.close)
         if self.kind == "scoped_session":
             self.given.remove()
-        self.on_loop(self.engine.dispose)
-        if self.loop is not None:
-            self.loop.close()
+        self.done(self.engine.dispose)
 
 
 @pytest.fixture
@@ -482,6 +491,423 @@ def test_what_a_hook_raises_comes_as_it_is(
     assert any("lost" in note for note in getattr(error, "__notes__", ())) is lost
     assert notes(database) == 1
     assert lock.count == 0
+    if lost:
+        end_lease(database)
+    assert rival.gets_in()
+
+
+# -- a read-modify-write by these blocks alone
+
+
+@pytest.mark.parametrize(
+    ("database", "level", "kind"),
+    [(*each, kind) for each, kind in zip(STRICT, itertools.cycle(["django", "sessionmaker"]), strict=False)],
+    indirect=["database"],
+)
+def test_no_update_is_lost(database: str, client: Callable[..., Client], level: str, kind: str) -> None:
+    """Four clients number what they insert, at each isolation level: without gaps, and without an error."""
+
+    def increment(given: Any) -> None:
+        [(last,)] = given.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
+        given.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
+
+    def increments(_: int) -> None:
+        holder = Client(kind, database, level)  # in a thread of its own, as Django's connections are
+        lock = holder.lock(ttl=30, timeout=60)
+        for _ in range(5):
+            holder.block(lock, increment)
+        holder.close()
+
+    _ = client(kind)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(increments, range(4)))
+    assert sorted(run(database, "SELECT n FROM guarded")) == [(n,) for n in range(1, 21)]
+
+
+# -- one inside another
+
+
+@pytest.mark.parametrize("nested", ["block", "lock", "the same object"])
+def test_the_lock_is_entered_again(database: str, client: Callable[..., Client], rival: Rival, nested: str) -> None:
+    """A block inside is a savepoint: what it raises takes back its own; the lock is held until the outermost end."""
+    holder = client("django")
+    lock = holder.lock(ttl=30)
+    outer = lock.atomic()
+    inner = {"block": holder.lock(ttl=30).atomic(), "lock": holder.lock(ttl=30), "the same object": outer}[nested]
+    with outer:
+        write(Django(holder.alias))
+        with inner:
+            write(Django(holder.alias))
+        assert lock.count == 1
+        with pytest.raises(ZeroDivisionError), inner:
+            assert lock.count == 2
+            write(Django(holder.alias))
+            raise ZeroDivisionError
+        assert lock.count == 1
+        assert not rival.gets_in()
+    assert notes(database) == (3 if nested == "lock" else 2)
+    assert rival.gets_in()
+
+
+@pytest.mark.parametrize("how", ["commit", "rollback"])
+def test_inside_an_open_transaction(database: str, client: Callable[..., Client], rival: Rival, how: str) -> None:
+    """It is a savepoint, and the lock is kept until the outermost end, whatever becomes of that."""
+    holder = client("django", "READ COMMITTED" if database in SERVERS else None)
+    lock = holder.lock(ttl=30)
+    with transaction.atomic(holder.alias):
+        with lock.atomic():
+            write(Django(holder.alias))
+        assert not rival.gets_in()
+        assert notes(database) == 0
+        with pytest.raises(RuntimeError, match="durable"), holder.lock("other").atomic(durable=True):
+            pytest.fail("unreachable")
+        transaction.set_rollback(how == "rollback", using=holder.alias)
+    assert notes(database) == (how == "commit")
+    assert rival.gets_in()
+    assert rival.gets_in("other")
+    with lock.atomic(durable=True):
+        write(Django(holder.alias))
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_inside_a_transaction_that_sees_the_past(database: str, client: Callable[..., Client], rival: Rival) -> None:
+    """StaleSnapshot; nothing that the block wrote is committed, and outside of it one goes on."""
+    holder = client("django", "REPEATABLE READ")
+    with transaction.atomic(holder.alias):
+        _ = Django(holder.alias).execute("SELECT count(*) FROM guarded")
+        assert rival.gets_in()
+        with pytest.raises(StaleSnapshot), holder.lock().atomic():
+            pytest.fail("unreachable")
+        write(Django(holder.alias))
+    assert notes(database) == 1
+    assert rival.gets_in()
+
+
+def test_the_blocks_of_a_testcase_do_not_count(database: str, client: Callable[..., Client], rival: Rival) -> None:
+    """A test in one transaction may use durable blocks, one after the other, and nothing of them is committed."""
+    holder = client("django")
+
+    class Case(TestCase):
+        databases = {holder.alias}  # noqa: RUF012
+
+        def test(self) -> None:
+            for number in (1, 2):
+                with holder.lock().atomic(durable=True) as lock:
+                    write(Django(holder.alias))
+                    assert lock.verify()
+                assert lock.count == 0
+                [(found,)] = Django(holder.alias).execute("SELECT count(*) FROM guarded")
+                assert found == number
+            with pytest.raises(ZeroDivisionError), holder.lock().atomic():
+                raise ZeroDivisionError
+
+    result = unittest.TestResult()
+    unittest.TestSuite([Case("test")]).run(result)
+    assert result.wasSuccessful(), result.errors + result.failures
+    assert notes(database) == 0
+    assert rival.gets_in()
+
+
+# -- several locks, read-write locks, permits
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("database", DATABASES if PRODUCT else ["postgresql", "sqlite"], indirect=True)
+def test_the_whole_family(database: str, client: Callable[..., Client], kind: str) -> None:
+    """All of them begin such blocks: each commits, and each lets the lock go."""
+    import dblock
+    import sqlalchemy_dblock
+
+    def failing(given: Any) -> None:
+        write(given)
+        raise ZeroDivisionError
+
+    holder = client(kind)
+    face: Any = dblock if holder.django else sqlalchemy_dblock
+    where = {"using": holder.alias} if holder.django else {}
+    first = () if holder.django else (holder.engine,)
+    rw = face.db_rwlock(*first, "rw", **where)
+    locks = {
+        "several": face.db_locks(*first, "a", "b", **where),
+        "reader": rw.read(),
+        "writer": rw.write(),
+        "permit": face.db_semaphore(*first, "s", permits=1, **where).permit(),
+    }
+    for number, lock in enumerate(locks.values(), 1):
+        for _ in range(2):
+            holder.block(lock, write)
+        assert notes(database) == 2 * number
+        with pytest.raises(ZeroDivisionError):
+            holder.block(lock, failing)
+        assert notes(database) == 2 * number
+    owners = run(database, "SELECT owner FROM locks WHERE owner IS NOT NULL")
+    assert owners == []
+
+
+# -- decorators
+
+
+@pytest.mark.parametrize("kind", ["django", "scoped_session", "async scoped_session"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_decorated_function(database: str, client: Callable[..., Client], rival: Rival, kind: str) -> None:
+    """Each call is a block of its own, under the key of its arguments; what is busy may be skipped."""
+    holder = client(kind)
+    if holder.asynchronous:
+        given: Any = holder.given
+
+        @holder.guarded(holder.lock("k:{x}", on_busy="skip", otherwise="skipped", timeout=0))
+        async def sell(x: int) -> int:
+            await given.execute(text("INSERT INTO guarded VALUES (1)"))
+            return 1 // x
+    else:
+
+        @holder.guarded(holder.lock("k:{x}", on_busy="skip", otherwise="skipped", timeout=0))
+        def sell(x: int) -> int:
+            write(Django(holder.alias) if holder.django else holder.given)
+            return 1 // x
+
+    def call(x: int) -> Any:
+        async def acall() -> Any:
+            try:
+                return await sell(x)
+            finally:
+                await holder.given.remove()
+
+        return on_loop(acall()) if holder.asynchronous else sell(x)
+
+    assert call(1) == 1
+    assert notes(database) == 1
+    with pytest.raises(ZeroDivisionError):
+        call(0)
+    assert notes(database) == 1
+    with sqlalchemy_lock(rival.engine, "k:2"):
+        assert call(2) == "skipped"
+    assert notes(database) == 1
+    assert call(2) == 0
+    assert notes(database) == 2
+
+
+# -- refusals: each names the way out
+
+
+def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Client], rival: Rival) -> None:
+    from dblock import db_quorum_lock
+
+    holder = client("django")
+    lock = holder.lock()
+    with pytest.raises(TypeError, match="sync_to_async"):
+
+        @lock.atomic()
+        async def coroutine() -> None: ...
+
+    async def inside(block: Any) -> None:
+        with block:
+            pytest.fail("unreachable")
+
+    async def ainside(block: Any) -> None:
+        async with block:
+            pytest.fail("unreachable")
+
+    with pytest.raises(SynchronousOnlyOperation, match="sync_to_async"):
+        asyncio.run(inside(lock.atomic()))
+    with pytest.raises(TypeError, match="sync_to_async"):
+        asyncio.run(ainside(lock.atomic()))
+    majority: Any = db_quorum_lock("k", using=["default", "postgresql", "mariadb"])
+    with pytest.raises(TypeError, match="use `with`, and fenced_update"):
+        majority.atomic()
+    connection: Any = connections[holder.alias]
+    connection.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionManagementError, match="guard\\(\\) in a transaction of your own"), lock.atomic():
+            pytest.fail("unreachable")
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+    assert rival.gets_in()
+    assert notes(database) == 0
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_what_is_refused_on_sqlalchemys_face(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    for wrong in (None, 5, Session, "k", create_engine if holder.asynchronous else create_async_engine):
+        with pytest.raises(TypeError, match="sessionmaker or (Async)?Session"):
+            lock.begin(wrong)
+    with pytest.raises(TypeError, match="`async with`" if holder.asynchronous else "use `with`"):
+        if holder.asynchronous:
+            with lock.begin(holder.engine):
+                pytest.fail("unreachable")
+        else:
+
+            async def inside() -> None:
+                async with lock.begin(holder.engine):
+                    pytest.fail("unreachable")
+
+            asyncio.run(inside())
+    if "scoped" not in kind and "maker" in kind:
+        with pytest.raises(TypeError, match="scoped_session"):
+            holder.guarded(lock)(print)
+    if kind in {"session", "scoped_session", "async session"}:
+        _ = holder.done(lambda: holder.given.execute(text("SELECT 1")))
+        with pytest.raises(InvalidRequestError, match="give begin\\(\\) the sessionmaker"):
+            holder.block(lock, write)
+        assert lock.count == 0
+        holder.done(holder.given.rollback)
+    if kind in {"session", "async session"}:
+        target = getattr(holder.given, "sync_session", holder.given)
+        target.twophase = True
+        with pytest.raises(ValueError, match="two-phase.*use `with`"):
+            holder.block(lock, write)
+    assert rival.gets_in()
+    assert notes(database) == 0
+
+
+@pytest.mark.parametrize("kind", ["engine", "sessionmaker", "async engine"])
+@pytest.mark.parametrize("why", ["AUTOCOMMIT", "another database"])
+def test_a_transaction_that_guards_nothing(
+    database: str, client: Callable[..., Client], kind: str, why: str, rival: Rival
+) -> None:
+    """In autocommit mode, or elsewhere: ValueError before the body, and the lock is released."""
+    holder = client(kind)
+    make = create_async_engine if holder.asynchronous else create_engine
+    if why == "AUTOCOMMIT":
+        wrong = make(holder.engine.url, isolation_level="AUTOCOMMIT")
+    else:
+        wrong = make("sqlite+aiosqlite://" if holder.asynchronous else "sqlite://")
+    lock = holder.lock(ttl=30)
+    holder._given = GIVEN[kind](wrong)
+    with pytest.raises(ValueError, match="autocommit mode" if why == "AUTOCOMMIT" else "another database"):
+        holder.block(lock, lambda _: pytest.fail("unreachable"))
+    holder.done(wrong.dispose)
+    assert lock.count == 0
+    assert rival.gets_in()
+
+
+# -- one object, many flows
+
+
+@pytest.mark.parametrize("kind", ["django", "sessionmaker"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_one_object_in_several_threads(database: str, client: Callable[..., Client], kind: str) -> None:
+    """Each has its own block, and they take turns."""
+    holder = client(kind)
+    block = holder.guarded(holder.lock(ttl=30, timeout=60))
+
+    def enter(_: int) -> None:
+        for _ in range(5):
+            with block as given:
+                on = Django(holder.alias) if holder.django else given
+                [(last,)] = on.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
+                on.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
+        if holder.django:
+            connections.close_all()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(enter, range(4)))
+    assert sorted(run(database, "SELECT n FROM guarded")) == [(n,) for n in range(1, 21)]
+    assert block._withs == []
+
+
+@pytest.mark.parametrize("kind", ["sessionmaker", "django"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_blocks_that_end_in_another_order(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    """The outer one first: each transaction is committed, no key is free before its own is, and all are then."""
+    holder = client(kind)
+    one, two = (holder.guarded(holder.lock(key, ttl=30)) for key in "ab")
+    givens = one.__enter__(), two.__enter__()
+    for given in givens:
+        write(Django(holder.alias) if holder.django else given)
+    one.__exit__(None, None, None)
+    assert notes(database) == (0 if holder.django else 1)
+    assert rival.gets_in("a") is not holder.django
+    assert not rival.gets_in("b")
+    two.__exit__(None, None, None)
+    assert notes(database) == 2
+    assert rival.gets_in("a")
+    assert rival.gets_in("b")
+
+
+# -- interrupt=True
+
+
+@pytest.mark.parametrize("moment", ["in the body", "in the commit"])
+@pytest.mark.parametrize("kind", ["async engine", "async sessionmaker"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_loss_interrupts_the_body_alone(database: str, client: Callable[..., Client], kind: str, moment: str) -> None:
+    """It ends the body, and LockLost says that nothing was committed; from COMMIT on it ends nothing."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30, interrupt=True)
+
+    async def main() -> str:
+        async with holder.guarded(lock) as given:
+            await given.execute(text("INSERT INTO guarded VALUES (1)"))
+            [hold] = lock._holds()
+
+            def loss() -> None:
+                hold.lease.trusted_until = 0.0
+                assert hold.lease.lose()
+                runtime.current.watchdog.announce(hold)
+
+            if moment == "in the body":
+                loss()
+                await asyncio.sleep(20)
+                pytest.fail("unreachable")
+            target = getattr(given, "sync_session", getattr(given, "sync_connection", given))
+
+            def slow(*_: object) -> None:
+                loss()
+                await_only(asyncio.sleep(0.1))
+
+            event.listen(target, "before_commit" if "session" in kind else "commit", slow)
+        await asyncio.sleep(0)
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
+        return "done"
+
+    if moment == "in the body":
+        with pytest.raises(LockLost):
+            on_loop(main())
+        assert notes(database) == 0
+    else:
+        assert on_loop(main()) == "done"
+        assert notes(database) == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_cancellation_of_the_commit_comes_as_it_is(
+    database: str, client: Callable[..., Client], lost: bool, rival: Rival
+) -> None:
+    """From outside: what became of the commit is not known, and an error of the lock would say that it is."""
+    holder = client("async engine")
+    lock = holder.lock(ttl=30, interrupt=True)
+
+    async def main() -> None:
+        async with holder.guarded(lock) as given:
+            await given.execute(text("INSERT INTO guarded VALUES (1)"))
+            [hold] = lock._holds()
+            task = asyncio.current_task()
+            assert task is not None
+
+            def slow(*_: object) -> None:
+                if lost:
+                    hold.lease.trusted_until = 0.0
+                    assert hold.lease.lose()
+                    runtime.current.watchdog.announce(hold)
+                asyncio.get_running_loop().call_soon(task.cancel)
+                await_only(asyncio.sleep(0.1))
+
+            event.listen(given.sync_connection, "commit", slow)
+
+    with pytest.raises(futures.CancelledError):
+        on_loop(main())
     if lost:
         end_lease(database)
     assert rival.gets_in()
