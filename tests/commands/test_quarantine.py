@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine
 
 from dblock.checks import check_quarantine, check_settings
 from dblock.contrib import prometheus
-from dblock.operating.commands import checkup
+from dblock.operating.commands.checkup import Level
 from sqlalchemy_dblock import LockTimeout, attach, db_lock
 from tests.commands.conftest import Shell
 from tests.commands.test_doctor import findings
@@ -46,9 +46,9 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     assert "promoted 34 s ago: keys open in 2" in shown.stdout
     assert json.loads(shell("quarantine", "--json").stdout)["opens_in"] == pytest.approx(26, abs=5)
     assert "promoted 3" in shell("ls").stderr
-    [found] = findings(closed, checkup.failover)["failover"]
-    assert (found.level, "quarantine --end" in found.hint) == (checkup.Level.WARNING, True)
-    assert "probe" not in findings(closed, checkup.probe), "nor does the doctor say that a key cannot be taken"
+    [found] = findings(closed, "failover")["failover"]
+    assert (found.level, "quarantine --end" in found.hint) == (Level.WARNING, True)
+    assert "probe" not in findings(closed, "probe"), "nor does the doctor say that a key cannot be taken"
     with pytest.raises(LockTimeout, match=r"promoted 3\d s ago: keys open in 2\d s"), db_lock(engine, "k", timeout=0):
         pass
     tried = shell("run", "--nb", "k", "--", "true")

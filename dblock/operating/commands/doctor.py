@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from dblock.core.text import printable
-from dblock.operating.commands.checkup import Checkup, Finding, Level
+from dblock.operating.commands.checkup import Finding, Level, checkup
 from dblock.operating.commands.console import say, say_json
 from dblock.operating.commands.context import Context
 
@@ -18,7 +18,7 @@ _MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WAR
 
 def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -> int:
     """Look at everything; 0 if nothing is wrong, 1 for warnings, 2 for errors. `more`: what the face has found."""
-    found = [*Checkup(context).findings(), *tasks(options.celery), *more]
+    found = [*checkup(context), *tasks(options.celery), *more]
     if options.json:
         say_json([each._asdict() for each in found])
     else:
