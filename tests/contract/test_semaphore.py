@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from django.db import transaction
 
+from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
@@ -27,7 +28,8 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from tests.conftest import ALIASES, DATABASES, ready
+from dblock.core.values import SHARE
+from tests.conftest import ALIASES, DATABASES, SELDOM, ready, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.support.lab import remaining, until
@@ -466,6 +468,19 @@ def test_fewer_permits_than_one_waits_for(protocol: Subject, actor: Actor, other
         waiting.result(30)
     assert in_use(protocol) == []
     assert actor.call(holder, "acquire", n=3)
+
+
+def test_more_permits_wake_those_that_wait(protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when they would ask again."""
+    timed(monkeypatch, waiter_ttl=60.0, **SELDOM)
+    one, two, three = actors(3)
+    sem = semaphore(protocol, 1, ttl=600, slow_wait=None)
+    assert one.call(sem, "acquire")
+    waiting = [each.start(lambda: getattr(sem, protocol.method("acquire"))(timeout=30)) for each in (two, three)]
+    assert until(lambda: any(SHARE in key for key, _ in list(runtime.current.wakeups._registered))), "one is the next"
+    sem.permits = 3
+    assert [each.result(8) for each in waiting] == [True, True]
+    one.call(sem, "release", 3)
 
 
 def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> None:

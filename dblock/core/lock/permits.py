@@ -155,12 +155,13 @@ class BaseSemaphore:
 
     @property
     def permits(self) -> int:
-        """The number of permits; a new number holds from the next acquire on."""
+        """The number of permits; a new number holds from the next acquire on, and for calls that wait."""
         return self._permits
 
     @permits.setter
     def permits(self, permits: int) -> None:
         self._permits = valid_permits(permits)
+        runtime.current.wakeups.notify_all(self._plain._store().database)
 
     @property
     def held(self) -> list[Any]:
