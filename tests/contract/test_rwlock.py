@@ -307,6 +307,24 @@ def test_a_waiting_writer_is_not_shown_as_the_holder(protocol: Subject, actors: 
     two.call(second, "release")
 
 
+def test_an_unfair_reader_enters_beside_readers_and_not_before_the_next_writer(
+    protocol: Subject, actors: Actors
+) -> None:
+    """As the writer that is the next has the door, through which every reader comes."""
+    one, two, three = actors(3)
+    rw, unfair = rwlock(protocol, timeout=30), rwlock(protocol, fair=False).read()
+    first, second = rw.read(), rw.write()
+    one.call(first, "acquire")
+    assert three.call(unfair, "acquire", blocking=False) is True
+    three.call(unfair, "release")
+    entered = two.start(getattr(second, protocol.method("acquire")))
+    assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
+    assert three.call(unfair, "acquire", timeout=0.1) is False
+    one.call(first, "release")
+    assert entered.result(30)
+    two.call(second, "release")
+
+
 def test_a_dead_reader_delays_the_writer_by_its_lease(protocol: Subject, actors: Actors) -> None:
     """Its row is deleted; if it comes back, it has lost the lock."""
     one, two = actors(2)
