@@ -176,6 +176,24 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     assert actor.call(rw.read(), "acquire", blocking=False) is True
 
 
+def test_a_writer_that_reads(either: Subject, actor: Actor, other: Actor) -> None:
+    """Its reader's lock says so, wherever it asks; it writes until its last release."""
+    rw = rwlock(either)
+    read, write = rw.read(), rw.write()
+    actor.call(write, "acquire")
+    actor.call(read, "acquire")
+    for lock in (read, rw.read()):
+        assert actor.call(lock, "owned") is actor.call(lock, "locked") is True
+        assert actor.call(lock, "inspect").fence == actor.get(write, "fence")
+    assert other.call(read, "locked") is False, "nobody reads beside others"
+    actor.call(write, "release")
+    assert actor.call(read, "owned") is True
+    assert other.call(rw.read(), "acquire", blocking=False) is False
+    actor.call(read, "release")
+    assert actor.call(read, "locked") is False
+    assert other.call(rw.read(), "acquire", blocking=False) is True
+
+
 def test_a_reader_that_does_not_enter_twice(either: Subject, actor: Actor) -> None:
     """With reentrant=False a try and a wait with an end fail; one without end is told at once."""
     read = rwlock(either, reentrant=False).read()

@@ -217,6 +217,7 @@ class HoldObserver(Protocol):
     """What a hold needs of the lock objects that it was entered through."""
 
     options: Options
+    _reading: int
     forked_from: int | None
     """The parent process, if it held this very object when it forked this process."""
     _majority: str

@@ -67,9 +67,9 @@ class Reads(_OfReadWriteLock):
         return taking.sharing().read()
 
     def _inspect(self) -> Steps[LockInfo | None]:
-        """The row of this flow as a reader; else of the reader whose row comes first, else None."""
+        """The row of this flow if it reads; else of the reader whose row comes first, else None."""
         database, hold = self._store().database, self._hold()
-        if hold is not None and hold.reading:
+        if hold is not None and (hold.reading or any(lock._reading for lock in hold.locks())):  # a writer may read
             return (yield from tenures.inspect(database, hold.tenure.key))
         rows = yield from listed(database, self._key, 100, database.now() + database.timing.retry_budget)
         alive = [str(row[0]) for row in rows if row[3] > 0]
