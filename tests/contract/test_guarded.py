@@ -708,7 +708,7 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
         async with block:
             pytest.fail("unreachable")
 
-    with pytest.raises(SynchronousOnlyOperation, match="sync_to_async"):
+    with pytest.raises(SynchronousOnlyOperation, match="no asynchronous transactions"):
         asyncio.run(inside(lock.atomic()))
     with pytest.raises(TypeError, match="sync_to_async"):
         asyncio.run(ainside(lock.atomic()))
