@@ -220,7 +220,7 @@ def handover(sheet: Sheet) -> None:
 def guard(sheet: Sheet) -> None:
     """A holder that is paused, with and without a guard in its transaction."""
     for top, guarded in ((70, True), (320, False)):
-        title = "lock.guard() in the transaction" if guarded else "guard() comes too late"
+        title = f"A guarded block, paused {'after' if guarded else 'before'} its guard"
         sheet.text(20, top - 30, title, bold=True)
         for y, name in ((top + 20, "holder A"), (top + 66, "A's lease"), (top + 112, "waiter B")):
             sheet.text(20, y + 5, name, size=13)
@@ -241,8 +241,8 @@ def guard(sheet: Sheet) -> None:
         else:
             sheet.box(180, top + 98, 220, 30, "waits", kind="waiter", size=13)
             sheet.box(400, top + 98, 320, 30, "B's tenure, with a higher fence", kind="good", size=13)
-    sheet.text(110, 242, "A's writes are committed before B begins.", size=13, colour="soft")
-    sheet.text(110, 492, "A's transaction is rolled back: nothing of it is ever seen.", size=13, colour="soft")
+    sheet.text(110, 242, "A's writes are committed before B begins, and A gets no error.", size=13, colour="soft")
+    sheet.text(110, 492, "LockLost from a guarded block means that nothing was committed.", size=13, colour="soft")
 
 
 def readers(sheet: Sheet) -> None:
@@ -277,7 +277,7 @@ def choosing(sheet: Sheet) -> None:
         ("Is it all on rows of one database,\nin a short transaction?", "a row lock or an\noptimistic update", "plain"),
         ("Are there many pieces of work,\neach for any one worker?", "a queue of tasks", "plain"),
         ("Does a waste, but no harm,\ncome of two at once?", "db_lock", "holder"),
-        ("Is all of it written in\nthe lock's own database?", "db_lock and guard()", "good"),
+        ("Is all of it written in\nthe lock's own database?", "db_lock(…).atomic()\nor .begin(Session)", "good"),
     )  # fmt: skip
     for number, (question, answer, kind) in enumerate(steps):
         y = 24 + 88 * number

@@ -69,7 +69,15 @@ app.conf.task_always_eager = True
 PACKAGES = ["dblock", "sqlalchemy_dblock"]
 SHORT = ["README.md", "docs/index.md"]
 """Pages whose few lines for Django run before those of the reference, in one process."""
+ITEMS = """
+import sqlite3
+with sqlite3.connect("{file}") as _direct:
+    _direct.executescript("CREATE TABLE items (sku TEXT, stock INTEGER); INSERT INTO items VALUES ('42', 8)")
+_direct.close()
+"""
 BEFORE = {
+    "README.md sqlalchemy": ITEMS.format(file="locks.sqlite3"),
+    "docs/start.md sqlalchemy": ITEMS.format(file="shop.sqlite3"),
     "docs/reference.md django": "\n".join(block(page, "django") for page in SHORT),
     "docs/choosing.md django": "charged = []\ndef charge_the_card():\n    charged.append(42)\n",
     "docs/family.md django": """
@@ -119,9 +127,8 @@ waiting.set()
 holder.join()
 """,
     "README.md sqlalchemy": """
-assert sell("42") == "sold 1 of 42"
-with db_lock(engine, "stock:42", timeout=5) as lock:
-    assert lock.verify()
+with Session() as session:
+    assert session.scalar(text("SELECT stock FROM items")) == 7
 """,
     "README.md celery": """
 import threading
@@ -140,7 +147,20 @@ assert found[0].startswith("3 more of 42, fence 1")
 statuses = [sell(None, "42").status_code for _ in range(9)]
 assert statuses == [200] * 8 + [409], statuses
 """,
-    "docs/start.md sqlalchemy": 'assert sell("42") == "sold 1 of 42" and not lock.locked()',
+    "docs/start.md sqlalchemy": """
+import threading
+taken, tried = threading.Event(), threading.Event()
+holder = threading.Thread(target=lambda: db_lock(engine, "stock:43")(lambda: (taken.set(), tried.wait(9)))())
+holder.start()
+taken.wait()
+within = db_lock
+db_lock = lambda *given, **options: within(*given, **options | {"timeout": 0})
+assert (sell("42"), sell("43"), report("a")) == ("sold", "busy, try again", "report of a")
+tried.set()
+holder.join()
+with Session() as session:
+    assert session.scalar(text("SELECT stock FROM items")) == 7
+""",
     "docs/start.md celery": """
 assert report.delay("acme").get().startswith("report of acme, fence 1")
 assert (rebuild.delay().get(), call_api.delay("acme").get()) == ("rebuilt", "acme as number 0")
@@ -172,6 +192,7 @@ thread.join()
 assert answers == ["not my turn"] * 2, answers
 assert 50 < db_lock(engine, "tick").inspect().remaining < 61
 """,
+    "docs/celery.md celery-atomic": 'assert restock.delay("42", 3).get() == Stock.objects.get().left == 11',
     "docs/transactions.md sqlalchemy": "assert lock.state is None",
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
@@ -216,6 +237,7 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
         ("docs/start.md", "celery"),
         ("docs/celery.md", "celery-tasks"),
         ("docs/celery.md", "celery-permits"),
+        ("docs/celery.md", "celery-atomic"),
     ],
 )
 def test_tasks(page: str, name: str, tmp_path: Path) -> None:
@@ -367,6 +389,7 @@ def test_every_example_is_tried() -> None:
         "django",
         "sqlalchemy",
         "celery",
+        "celery-atomic",
         "celery-beat",
         "celery-permits",
         "celery-tasks",
