@@ -1,0 +1,124 @@
+"""The kit and guarded blocks: a lock that is taken away before, in and after one, in memory and over a database."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.test import TestCase
+from sqlalchemy import create_engine, text
+
+import dblock
+import sqlalchemy_dblock
+from dblock import LockLost, testing
+from tests.conftest import ready, run, url
+
+MOMENTS = ("before the guard", "in the body", "after the commit")
+
+
+@pytest.fixture(params=["in memory", "over the database"])
+def database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """That of the transactions, and perhaps of the locks."""
+    memory = request.param == "in memory"
+    name = ready(request, "sqlite" if memory else "postgresql")
+    run(name, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
+    run(name, "DELETE FROM guarded")
+    with testing.memory() if memory else contextlib.nullcontext():
+        yield name
+    connections.close_all()
+
+
+def alias_of(database: str) -> str:
+    return "default" if database == "sqlite" else database
+
+
+def in_django(database: str, body: Callable[[], None], taken: Callable[[Any], None]) -> None:
+    lock = dblock.db_lock("k", using=alias_of(database), ttl=30)
+    taken(lock)
+    with lock.atomic(), connections[alias_of(database)].cursor() as cursor:
+        cursor.execute("INSERT INTO guarded VALUES (1)")
+        body()
+
+
+def in_sqlalchemy(database: str, body: Callable[[], None], taken: Callable[[Any], None]) -> None:
+    engine = create_engine(url(database))
+    lock = sqlalchemy_dblock.db_lock(engine, "k", ttl=30)
+    taken(lock)
+    try:
+        with lock.begin(engine) as connection:
+            connection.execute(text("INSERT INTO guarded VALUES (1)"))
+            body()
+    finally:
+        engine.dispose()
+
+
+def taken_before(lock: Any, method: str) -> None:
+    """Let the lock be taken away before this method of it."""
+    plain = getattr(lock, method)
+
+    def later(*args: Any) -> Any:
+        testing.take_away("k")
+        return plain(*args)
+
+    setattr(lock, method, later)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("block", [in_django, in_sqlalchemy])
+def test_a_lock_that_is_taken_away(database: str, block: Callable[..., None], moment: str) -> None:
+    """LockLost and nothing committed; or it was committed, and the block ends without an error."""
+
+    def taken(lock: Any) -> None:
+        if moment != "in the body":
+            taken_before(lock, "guard" if moment == "before the guard" else "__exit__")
+
+    def body() -> None:
+        if moment == "in the body":
+            testing.take_away("k")
+
+    if moment == "before the guard":
+        with pytest.raises(LockLost, match="taken away by a test"):
+            block(database, body, taken)
+    else:
+        block(database, body, taken)
+    assert run(database, "SELECT count(*) FROM guarded") == [(0 if moment == "before the guard" else 1,)]
+    block(database, lambda: None, lambda _: None)
+
+
+def test_a_lock_that_is_taken_away_inside_a_testcase(database: str) -> None:
+    """Likewise, of what the test's own transaction sees."""
+    alias = alias_of(database)
+
+    class Case(TestCase):
+        databases = {alias}  # noqa: RUF012
+
+        def test(self) -> None:
+            for moment in MOMENTS:
+                with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+                    cursor.execute("DELETE FROM guarded")
+
+                def taken(lock: Any, moment: str = moment) -> None:
+                    if moment != "in the body":
+                        taken_before(lock, "guard" if moment == "before the guard" else "__exit__")
+
+                def body(moment: str = moment) -> None:
+                    if moment == "in the body":
+                        testing.take_away("k")
+
+                expected = pytest.raises(LockLost) if moment == "before the guard" else contextlib.nullcontext()
+                with expected:
+                    in_django(database, body, taken)
+                with connections[alias].cursor() as cursor:
+                    cursor.execute("SELECT count(*) FROM guarded")
+                    assert cursor.fetchone() == (0 if moment == "before the guard" else 1,)
+
+    result = unittest.TestResult()
+    unittest.TestSuite([Case("test")]).run(result)
+    assert not result.errors, result.errors[0][1]
+    assert not result.failures, result.failures[0][1]
+    assert result.testsRun == 1
+    assert run(database, "SELECT count(*) FROM guarded") == [(0,)]
