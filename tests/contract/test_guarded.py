@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
@@ -911,3 +912,36 @@ def test_a_cancellation_of_the_commit_comes_as_it_is(
     if lost:
         end_lease(database)
     assert rival.gets_in()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", DATABASES if PRODUCT else ("sqlite", "postgresql"), indirect=True)
+def test_a_block_inside_a_with_that_has_lost_the_lock(database: str, client: Callable[..., Client], kind: str) -> None:
+    """LockLost, although the key can be had again: it would write by what was read under the tenure that is over."""
+    user = client(kind)
+    lock, inner = user.lock(), user.lock()
+
+    def lose() -> None:
+        [hold] = lock._holds()
+        hold.lease.trusted_until = 0.0
+        end_lease(database)
+
+    async def within() -> None:
+        with contextlib.suppress(LockLost):
+            async with lock:
+                lose()
+                with pytest.raises(LockLost):
+                    async with user.guarded(inner) as given:
+                        await given.run_sync(write)
+
+    if user.asynchronous:
+        on_loop(within())
+    else:
+        with contextlib.suppress(LockLost), lock:
+            lose()
+            with pytest.raises(LockLost):
+                user.block(inner, write)
+    assert notes(database) == 0
+    assert user.done(inner.locked) is False
+    user.block(inner, write)
+    assert notes(database) == 1
