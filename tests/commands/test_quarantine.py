@@ -80,6 +80,18 @@ def test_a_token_waits_for_the_keys(closed: str, engine: Engine) -> None:
             assert again.fence == fence
 
 
+def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
+    """As it may be by another clock, its key is closed for a little longer than the others, and the error says so."""
+    run(closed, f"UPDATE lock_epoch SET opens_at = {SOON[closed].format(-1)}, floor = {-(2**61)}")
+    with db_lock(engine, "k"):
+        pass
+    run(closed, f"UPDATE locks SET owner = 'x', expires_at = {SOON[closed].format(-0.1)} WHERE lock_key = 'k'")
+    with pytest.raises(LockTimeout, match=r"promoted 3\d s ago: keys open in [12] s"), db_lock(engine, "k", timeout=0):
+        pass
+    with db_lock(engine, "another", timeout=0), db_lock(engine, "k", timeout=10):
+        pass
+
+
 def test_sqlite_has_none(request: pytest.FixtureRequest) -> None:
     """It has no replicas."""
     ready(request, "sqlite")

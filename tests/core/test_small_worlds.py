@@ -20,7 +20,7 @@ from dblock.core.protocol.queue import Place
 from dblock.core.values import QUARANTINE, Grant
 from tests.conftest import timed
 from tests.support import explore as explore_module
-from tests.support.explore import FAULTS, TTL, UNDOING, Explored, Small, explore, small
+from tests.support.explore import FAULTS, SWITCH, TTL, UNDOING, Explored, Small, explore, small
 from tests.support.lab import LONG
 from tests.support.model import World
 
@@ -40,9 +40,10 @@ SLOWLY = {
     "freeze": TTL + 1.2,
     "crash": TTL + 0.5,  # what covered a grant keeps the key closed
     "restart": TTL + 0.5,
+    SWITCH: 2 * TTL + LOOK,  # each works for nearly one ttl
     "promotion": QUARANTINE + TTL + 0.5,  # a tenure that was given back, and comes back, ends after the quarantine
 }
-LEFT = {"late": TTL, "death": TTL, "crash": TTL, "restart": TTL, "promotion": QUARANTINE}
+LEFT = {"late": TTL, "death": TTL, "crash": TTL, "restart": TTL, SWITCH: TTL, "promotion": QUARANTINE}
 """For how long a tenure may be left that nobody has."""
 Sizes = tuple[int, ...]
 Timeouts = tuple[float | None, ...]
@@ -121,6 +122,18 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
     states = [explored(sizes, timeouts, fault, dialect, preemptions).states for sizes, timeouts in worlds]
     say(capsys, f"{dialect}, {fault or 'no fault'}", sum(states))
     assert min(states) > 50
+
+
+def looks_when_the_lease_ends(patch: Callable[..., None]) -> None:
+    """A waiter polls then, too."""
+    patch(Waiter, "_until_next_poll", lambda _, view, *__, **___: view.remaining + 0.1 if view.remaining > 0 else HOUR)
+
+
+@pytest.mark.parametrize("dialect", ["postgresql", "mysql"])
+def test_a_switch_to_a_clock_that_is_ahead(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is over by it is not over yet."""
+    looks_when_the_lease_ends(monkeypatch.setattr)
+    assert explored((1, 1), (None, None), SWITCH, dialect, preemptions=math.inf if LONG else 0).states > 50
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
@@ -363,13 +376,20 @@ def any_server_will_do(patch: Callable[..., None]) -> None:
     """A statement does not ask which server wrote the row."""
     asked = World._in_epoch
 
-    def anywhere(self: World, row: Any) -> bool:
+    def anywhere(self: World, row: Any, **mine: bool) -> bool:
         server, self.server = self.server, self.epoch["server"]
-        found = asked(self, row)
+        found = asked(self, row, **mine)
         self.server = server
         return found
 
     patch(World, "_in_epoch", anywhere)
+
+
+def trusts_the_old_clock(patch: Callable[..., None]) -> None:
+    """A lease is over by the new primary's clock alone."""
+    asked = World._in_epoch
+    patch(World, "_in_epoch", lambda self, row, **_: asked(self, row, mine=True))
+    looks_when_the_lease_ends(patch)
 
 
 def creates_without_asking(patch: Callable[..., None]) -> None:
@@ -420,6 +440,7 @@ MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str 
     (takes_lightly, (1, 1), (None, None), "crash"),
     (opens_at_once, (1, 1), (None, None), "promotion"),
     (any_server_will_do, (1, 1), (None, None), "promotion"),
+    (trusts_the_old_clock, (1, 1), (None, None), SWITCH),
     (creates_without_asking, (1, 1), (None, None), "promotion"),
     (grants_without_asking, (1, 1, 1), (None,) * 3, "promotion"),
 ]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.conftest import DATABASES
 from tests.statements import administrators, keys, sharing, waiters
-from tests.statements.cases import AHEAD, BUSY, MYSQL, REFUSED, SERVERS, At, Case, Do, held, waiter
+from tests.statements.cases import AHEAD, BUSY, MYSQL, REFUSED, SERVERS, At, Case, Do, Record, held, waiter
 
 _OF_EACH: Final = (*keys.CASES, *waiters.CASES, *sharing.CASES, *administrators.CASES)
 
@@ -202,7 +202,34 @@ def _of_epochs() -> Iterator[Case]:
                 yield replace(mine, behaviour="not before that", epoch=of_old, reply=(), after={})
 
 
-CASES: Final = (*_OF_EACH, *_families(), *_of_epochs())
+BEGINNING: Final = ("take", "grant", "take_slot", "end_expired", "reap")
+"""Those that begin a tenure on the row of another one, or delete that."""
+
+
+def _of_other_clocks() -> Iterator[Case]:
+    """The end of a lease that an old primary wrote may be by its clock, whether or not a tenure can be missing."""
+    ended, later = {"floor": -AHEAD}, {"floor": AHEAD, "since": At(-100)}
+    cases = [each for each in _OF_EACH if each.after and each.keys and each.keys[0]["lock_key"] in each.after]
+    cases = [each for each in cases if isinstance(each.reply, list) and len(each.reply) == 1 and not each.beside]
+    for database in SERVERS:
+        for statement in BEGINNING:
+            plain = next(each for each in cases if each.statement == statement and database in each.on)
+
+            def case(behaviour: str, epoch: Record, *, plain: Case = plain, on: str = database, **row: Any) -> Case:
+                keys = [{**plain.keys[0], "fence": 7, **row}, *plain.keys[1:]]
+                given = {**plain.given, "retention": 0.0, "owner": "me"}
+                return replace(plain, behaviour=behaviour, on=(on,), keys=keys, given=given, epoch=epoch)
+
+            for when, epoch in (("ended", ended), ("over", later)):
+                behaviour = f"not as soon as an old lease seems to be over, though the quarantine is {when}"
+                recent = case(behaviour, epoch, owner="x", expires_at=At(-0.5))
+                yield replace(recent, reply=REFUSED, after={})
+            yield case("when it is over by any clock", ended, owner="x", expires_at=At(-3))
+            yield case("at once if it was given back", ended, owner=None, expires_at=At(-0.5))
+            yield case("at once if it is of this epoch", {}, owner="x", expires_at=At(-0.5))
+
+
+CASES: Final = (*_OF_EACH, *_families(), *_of_epochs(), *_of_other_clocks())
 
 
 def cases_of(statement: str, database: str) -> list[Case]:

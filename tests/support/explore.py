@@ -36,7 +36,7 @@ from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.timing import Timing
-from dblock.core.values import SHARE, Grant
+from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import UNREPLICATED, Interrupted, Post, World, copied, wish
@@ -67,6 +67,13 @@ ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "adopt_pl
 """The statements that do not wait for the disk, on PostgreSQL; nor does a grant or a hand-over that is covered."""
 UNDOING = frozenset({"crash", "restart", "promotion"})
 """The faults that undo commits."""
+SWITCH = "switch"
+"""A fault of its own: a standby is promoted that has every commit, and whose clock is ahead; keys are closed for as
+long only, and each works for nearly as long as it trusts its lease."""
+RENAMING = frozenset({"restart", "promotion", SWITCH})
+"""The faults after which the server has another name."""
+AHEAD = MARGIN - 0.1
+"""Seconds by which a standby's clock is ahead."""
 
 
 class Mail(Post):
@@ -141,7 +148,7 @@ class Flow:
             return
         house.holding.add(self.name)
         self.grant = found
-        yield Sleep(0.0)
+        yield Sleep(self.house.world.work)
         house.holding.remove(self.name)
         self.grant, self.breakable = None, True
         yield from handover.pass_on(site, HandoverRecord.of(found))
@@ -218,8 +225,14 @@ class Small(World):
 
     def database(self) -> Database:
         if not hasattr(self, "_database"):
-            self._database = Database(self.dialect, now=lambda: self.time)
+            quarantine = 0.0 if SWITCH in self.kinds else QUARANTINE
+            self._database = Database(self.dialect, now=lambda: self.time, quarantine=lambda: quarantine)
         return self._database
+
+    @property
+    def work(self) -> float:
+        """Seconds for which each has the key."""
+        return TTL - 1.1 if SWITCH in self.kinds else 0.0
 
     def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
         if not UNDOING & {*self.kinds} or not self.faults:
@@ -276,7 +289,7 @@ class Small(World):
             for kind in ("crash", "restart", "promotion"):
                 if kind in self.kinds:
                     found += [Choice(kind, n) for n in range(len(self.undone) + 1)]
-            found += [Choice(kind) for kind in ("stall", "freeze") if kind in self.kinds]
+            found += [Choice(kind) for kind in ("stall", "freeze", SWITCH) if kind in self.kinds]
             if "mislay" in self.kinds:
                 found += [Choice("mislay", n) for n in range(len(self.mail))]
         return found
@@ -331,6 +344,14 @@ class Small(World):
                 self.server += 1
                 self.history += what == "promotion"
                 self.crash(whom)
+            case "switch":  # SWITCH
+                self.server, self.history = self.server + 1, self.history + 1
+                self.crash(0)
+                for row in (*self.rows.values(), *self.waiters.values()):  # by the new clock all this was earlier
+                    row |= {
+                        name: row[name] - AHEAD for name in ("acquired_at", "joined_at", "expires_at") if name in row
+                    }
+                _ = self._begin_epoch({"seconds": 0.0})  # by one who wants another key
             case "stall":
                 self.time += self.database().timing.waiter_ttl + 1.0
             case "freeze":
@@ -376,7 +397,7 @@ def small(
     preemptions: float = math.inf,
 ) -> Small:
     """A world with so many flows in each process, of which each waits for so long."""
-    dialects = DIALECTS if {"promotion", "restart"} & {*kinds} else UNREPLICATED
+    dialects = DIALECTS if RENAMING & {*kinds} else UNREPLICATED
     world = Small(dialect=dialects[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
     world.houses = [House(world, number) for number, _ in enumerate(sizes)]
     owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
@@ -422,7 +443,7 @@ class _Canon:
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
         self._add((world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
-        if {"promotion", "restart"} & {*world.kinds}:
+        if RENAMING & {*world.kinds}:
             read = world.database().epoch
             self._add((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
         for rows, waiting, _ in world.undone if world.faults else ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, text
@@ -111,17 +111,27 @@ def _follow(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def pair_of(kind: str, *, synchronous: bool = False) -> Iterator[Pair]:
-    """A running pair; `synchronous`: each commit of the primary, PostgreSQL, waits for the standby."""
+def pair_of(kind: str, *, synchronous: bool = False, ahead: float = 0.0) -> Iterator[Pair]:
+    """A running pair; `synchronous`: each commit of the primary, PostgreSQL, waits for the standby.
+
+    `ahead`: seconds by which the replica's clock is ahead of the primary's.
+    """
+
+    def following(make: Callable[[], Server]) -> Server:
+        server = make()
+        server.ahead = ahead
+        return server
+
     primary: Server
     replica: Server
     with contextlib.ExitStack() as stack:
         if kind == "postgresql":
             first = stack.enter_context(running(PostgreSQL))
-            primary, replica = first, stack.enter_context(running(lambda: Standby(first)))
+            primary, replica = first, stack.enter_context(running(lambda: following(lambda: Standby(first))))
         else:
             make = {"mariadb": MariaDB, "mysql": MySQL}[kind]
-            primary, replica = (stack.enter_context(running(logged(make, number))) for number in (1, 2))
+            primary = stack.enter_context(running(logged(make, 1)))
+            replica = stack.enter_context(running(lambda: following(logged(make, 2))))
         pair = Pair(kind, primary, replica)
         _follow(pair)
         if synchronous:  # the standby, which has been copied, will not wait for another one

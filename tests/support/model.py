@@ -242,18 +242,24 @@ class World:
         self.epoch = {**old, **named, "since": self.time, "opens_at": opens_at, "floor": floor}
         return [()]
 
-    def _in_epoch(self, row: dict[str, Any] | None) -> bool:
+    def _in_epoch(self, row: dict[str, Any] | None, *, mine: bool = False) -> bool:
+        """`mine`: who asks goes on with the tenure in the row."""
         epoch = self.epoch
         if epoch["server"] != self.server or epoch["opens_at"] > self.time:
             return False
-        return row is None or epoch["floor"] < row["fence"] or bool(epoch["since"] + row["ttl"] <= self.time)
+        if row is None or abs(epoch["floor"]) < row["fence"]:
+            return True
+        over = mine or row["owner"] is None or row["expires_at"] + MARGIN <= self.time
+        return over and (epoch["floor"] < 0 or bool(epoch["since"] + row["ttl"] <= self.time))
 
     def _call(self, p: dict[str, Any]) -> Rows:
         return []
 
     def _accept(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
-        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time or not self._in_epoch(row):
+        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
+            return []
+        if not self._in_epoch(row, mine=True):
             return []
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         row["acquired_at"] = self.time
@@ -261,7 +267,7 @@ class World:
 
     def _hand_over_local(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None or row["expires_at"] <= self.time or not self._in_epoch(row):
+        if row is None or row["expires_at"] <= self.time or not self._in_epoch(row, mine=True):
             return []
         streak = row.get("streak", 0) + (row["last"] != row["served"])
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
@@ -374,7 +380,7 @@ class World:
 
     def _attach(self, p: dict[str, Any]) -> Rows:
         row = self._changes_hands(p)
-        if row is None or not self._in_epoch(row):
+        if row is None or not self._in_epoch(row, mine=True):
             return []
         least = row["expires_at"] if row["owner"] == p["heir"] else 0.0  # sent again
         row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": max(self.time + p["life"], least)}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
-from dblock.core.values import LockInfo
+from dblock.core.values import MARGIN, LockInfo
 
 
 class Quarantine(NamedTuple):
@@ -44,8 +44,9 @@ def closed_for(database: Database, info: LockInfo | None, until: float, *, anew:
         except (StoreConflict, StoreUnanswered):  # the caller asks again
             return 0.0
     opens = epoch.opens
-    if info is not None and info.fence <= epoch.floor:
-        opens = max(opens, epoch.since + info.ttl)
+    if info is not None and info.fence <= abs(epoch.floor):
+        over = now() + info.remaining + MARGIN if info.state == "expired" else opens
+        opens = max(opens, over, epoch.since + info.ttl if epoch.floor > 0 else opens)
     return max(opens - now(), 0.0)
 
 

@@ -266,7 +266,7 @@ def attach(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE {_alive_by_either(words)} {words.is_open()} {words.durable}
+WHERE {_alive_by_either(words)} {words.is_open(also="")} {words.durable}
 """
     return Statement("attach", sql, Reply.COUNT)
 
@@ -406,7 +406,7 @@ def accept(words: Vocabulary) -> Statement:
 {words.change_at_once(words.by_key)}
     {words.unchanged("fence")}acquired_at = {words.now},
     {_longer(words)}
-WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open()} {words.durable}
+WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open(also="")} {words.durable}
 {words.returning("fence")}
 """
     return Statement("accept", sql, words.numbers, critical=True, priority=True)
@@ -432,7 +432,7 @@ def ours_to_hand_over(words: Vocabulary) -> str:
     """The condition of `hand_over_local`."""
     ours = words.unpinned(f"owner = :owner AND fence = {words.bigint(':fence')} AND expires_at > {words.now}")
     return f"""lock_key = :key AND kind = {words.integer(":kind")} AND {ours}
-  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0) {words.is_open()}"""
+  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0) {words.is_open(also="")}"""
 
 
 def adopt_place(words: Vocabulary) -> Statement:

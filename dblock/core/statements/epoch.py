@@ -18,7 +18,11 @@ until `opens_at`.
     floor       a number above all fences that the old primary can have given, whose clock may be ahead by `MARGIN`. A
                 row with a lower fence shows a tenure of the old primary's time. Its key may since have had a tenure as
                 long as that one, and is closed until `since` + ttl as well. Negative: it is not, as somebody says that
-                nobody can trust such a tenure; but its fence may have been returned
+                no tenure was lost; but its fence may have been returned
+
+The end of a lease in a row below the floor may be by the clock of the old primary, which may be behind this server's by
+`MARGIN`. Therefore a tenure that begins on such a row, or deletes it, waits for so long after that end, whatever the
+sign of the floor. A row that was given back has no lease; and who goes on with the row's own tenure waits for none.
 
 Keys are closed for `MARGIN` at least, so that the clock has passed the floor when a tenure begins: fences, which come
 from the clock, stay above all earlier ones. A reader's fence comes from the door's row instead, and is one more than

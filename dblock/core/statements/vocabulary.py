@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dblock.core.statements.base import Reply
+from dblock.core.values import MARGIN
 
 
 class Vocabulary:
@@ -129,20 +130,24 @@ class Vocabulary:
         """The condition, and that no transaction pins the key, without waiting for that."""
         return f"({condition})"
 
-    def is_open(self, row: str = "locks", *, also: str = "") -> str:
+    def is_open(self, row: str = "locks", *, also: str | None = None) -> str:
         """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
 
-        `row` has the key's last tenure; empty if the key has no row. `also`: one more condition on the row of `epoch`.
+        `row` has the key's last tenure; empty if the key has no row. `also`: one more condition on the row of `epoch`,
+        by default that the tenure in `row`, which is over by this server's clock, is over by an old primary's as well.
         """
         if not self.server:
             return ""
         kept = f" AND (epoch.floor < {row}.fence OR {self.after(f'{row}.ttl', 'epoch.since')} <= {self.now})"
+        if also is None:
+            over = f"{row}.owner IS NULL OR {self.after(str(MARGIN), f'{row}.expires_at')} <= {self.now}"
+            also = row and f"({self.is_latest(row)} OR {over})"
         return f"""AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
               WHERE epoch.id = 1 AND epoch.server = {self.server}
                 AND epoch.opens_at <= {self.now}{kept if row else ""}{also and f" AND {also}"})"""
 
     def is_latest(self, row: str) -> str:
-        """The condition on the row of `epoch` that none of the key's tenures after the one in that row was lost."""
+        """The condition on the row of `epoch` that the tenure in `row` began in it, so that no later one was lost."""
         return f"abs(epoch.floor) < {row}.fence"
 
     def asynchronous_unless(self, condition: str) -> str:

@@ -80,7 +80,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -201,7 +202,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
@@ -253,7 +255,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -427,7 +430,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -466,7 +470,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- leave_read: one empty row for each row that it changed
 DELETE

@@ -82,7 +82,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
@@ -203,7 +204,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
@@ -258,7 +260,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -437,7 +440,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -477,7 +481,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- leave_read: one empty row for each row that it changed
 DELETE

@@ -79,7 +79,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + make_interval(secs => 2.5) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
@@ -208,7 +209,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + make_interval(secs => 2.5) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
@@ -271,7 +273,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + make_interval(secs => 2.5) <= clock_timestamp()))
 AND CASE WHEN locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND locks.owner IS NOT NULL
 AND (channel = '' OR left(channel, length(:here)) = :here)
@@ -454,7 +457,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + make_interval(secs => 2.5) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
@@ -501,7 +505,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
+AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + make_interval(secs => 2.5) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
