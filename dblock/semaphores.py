@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
 from dblock.core.share_keys import refuse_several
@@ -23,6 +23,10 @@ class Semaphore(SyncSemaphore):
     Use it as `with` or `async with`, which give the permit; as a decorator of `def` and `async def`; or through its
     methods, each of which has an asynchronous twin that begins with an `a`.
     """
+
+    if TYPE_CHECKING:
+
+        def permit(self) -> Permit: ...
 
     aacquire = AsyncSemaphore.acquire
     arelease = AsyncSemaphore.release

@@ -27,9 +27,17 @@ class AsyncPermit(IsPermit, AsyncLock):
 class Semaphore(SyncSemaphore):
     """A semaphore over the database of an Engine; made by `db_semaphore`."""
 
+    if TYPE_CHECKING:
+
+        def permit(self) -> Permit: ...
+
 
 class AsyncSemaphore(core.AsyncSemaphore):
     """A semaphore over the database of an AsyncEngine, with coroutines for methods; made by `db_semaphore`."""
+
+    if TYPE_CHECKING:
+
+        def permit(self) -> AsyncPermit: ...
 
 
 @overload

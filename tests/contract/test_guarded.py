@@ -944,4 +944,27 @@ def test_a_block_inside_a_with_that_has_lost_the_lock(database: str, client: Cal
     assert notes(database) == 0
     assert user.done(inner.locked) is False
     user.block(inner, write)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_shared_task(database: str, client: Callable[..., Client], rival: Rival) -> None:
+    """Celery's decorator stands above: each run is a block, and what a busy key refuses was not committed."""
+    from celery import Celery, shared_task
+
+    holder = client("django")
+    app = Celery("guarded", set_as_current=False)
+
+    @shared_task(name="sell")
+    @holder.lock("k:{x}", timeout=0).atomic()
+    def sell(x: int) -> int:
+        write(Django(holder.alias))
+        return 1 // x
+
+    task = app.tasks["sell"]
+    assert task.apply((1,)).get() == 1
+    with pytest.raises(ZeroDivisionError):
+        task.apply((0,)).get()
+    with sqlalchemy_lock(rival.engine, "k:1"):
+        with pytest.raises(LockTimeout):
+            task.apply((1,)).get()
     assert notes(database) == 1
