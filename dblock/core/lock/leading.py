@@ -191,6 +191,8 @@ class BaseLeader:
         self._hold: Hold | None = None
         self._running: _Running | None = None
         self._withdrawn = False
+        self._candidacy: object = None
+        """Identifies the latest candidacy."""
         self._releasing = False
         """Whether a flow sends the release; no other one may."""
         self._wakeup: Wakeup | None = None
@@ -260,8 +262,8 @@ class BaseLeader:
         self._leave_to_parent()
         self._stopped = True
 
-    def _begin(self, running: _Running | None) -> Hold | None:
-        """Become a candidate; a hold that is to be released before."""
+    def _begin(self, running: _Running | None, candidacy: object) -> Hold | None:
+        """Become a candidate; a hold that is to be released before. `candidacy`: an object of the caller's own."""
         self._leave_to_parent()
         with self._guard:
             if self._stopped:
@@ -280,8 +282,8 @@ class BaseLeader:
                 unreleased = None
             if self._stage is Stage.RESIGNING:
                 self._move(Stage.IDLE)
+            self._withdrawn, self._wakeup, self._running, self._candidacy = False, None, running, candidacy
             self._move(Stage.CAMPAIGNING)
-            self._withdrawn, self._wakeup, self._running = False, None, running
             return unreleased
 
     def _is_held_by_a_body(self) -> bool:
@@ -293,19 +295,21 @@ class BaseLeader:
 
     def _campaign(self, timeout: float | None, running: _Running | None) -> Steps[Hold | Refused | None]:
         """The hold of the term; the refusal if the time was up, None if the candidacy was withdrawn."""
-        unreleased, found = self._begin(running), None
+        found, elected, candidacy = None, False, object()
         try:
+            unreleased = self._begin(running, candidacy)
             if unreleased is not None:
                 yield from leaving.release(self._lock) if unreleased.entries else leaving.leave_again(unreleased)
             found = yield from self._until_withdrawn(entering.acquire(self._lock, timeout, "with", self._flow))
         except _Withdrawn:
             pass
         finally:
-            try:
-                elected = self._settle()
-            except BaseException:  # interrupted
-                _ = self._settle()
-                raise
+            if self._candidacy is candidacy:  # else it was refused
+                try:
+                    elected = self._settle()
+                except BaseException:  # interrupted
+                    _ = self._settle()
+                    raise
         if isinstance(found, Hold) and not elected:
             yield from self._release(found)
             return None
@@ -366,14 +370,17 @@ class BaseLeader:
                 self._withdrawn = True
                 if self._wakeup is not None:
                     self._wakeup.notify()
+            hold, running = self._hold, self._running
+            if running is not None and (running.flow is current_flow() or not running.can_run()):
+                running = None
+            if hold is not None and running is None:
+                hold.lease.renewing = False  # nobody relies on it, and an interrupt may prevent the release
             if self._stage is Stage.LEADING:
                 self._move(Stage.RESIGNING)
             if self._stage is not Stage.RESIGNING:
                 return None, None
-            hold, running = self._hold, self._running
-        if running is None or running.flow is current_flow():
-            return hold, None
-        self._interrupt_body()
+        if running is not None:
+            self._interrupt_body()
         return hold, running
 
     def _release(self, hold: Hold | None) -> Steps[None]:
@@ -543,21 +550,26 @@ class SyncLeader(BaseLeader):
             while not self._has_stopped():
                 running = _Running()
                 try:
-                    elected = isinstance(self._enter(None, running), Hold)
-                except LockStoreError as error:
-                    warn("cannot campaign for %r, and will try again: %s", self.name, error)
-                    self._pause(next(growing))
-                    continue
-                except _NotYetReleased:
-                    self._pause(timing.DEFAULT.local_poll)
-                    continue
-                except LockError:
-                    if self._has_stopped():
-                        return
+                    try:
+                        elected = isinstance(self._enter(None, running), Hold)
+                    except LockStoreError as error:
+                        warn("cannot campaign for %r, and will try again: %s", self.name, error)
+                        self._pause(next(growing))
+                        continue
+                    except _NotYetReleased:
+                        self._pause(timing.DEFAULT.local_poll)
+                        continue
+                    except LockError:
+                        if self._has_stopped():
+                            return
+                        raise
+                    if elected:
+                        growing = pauses(timing.DEFAULT.attention)
+                        self._lead(body, running)
+                except BaseException:  # interrupted, perhaps before the body began
+                    with contextlib.suppress(LockError):
+                        self._exit(running)
                     raise
-                if elected:
-                    growing = pauses(timing.DEFAULT.attention)
-                    self._lead(body, running)
 
         return lead
 
@@ -704,21 +716,26 @@ class AsyncLeader(BaseLeader):
             while not self._has_stopped():
                 running = _Running()
                 try:
-                    elected = isinstance(await _aenter(self, None, running), Hold)
-                except LockStoreError as error:
-                    warn("cannot campaign for %r, and will try again: %s", self.name, error)
-                    await _sleep(next(growing))
-                    continue
-                except _NotYetReleased:
-                    await _sleep(timing.DEFAULT.local_poll)
-                    continue
-                except LockError:
-                    if self._has_stopped():
-                        return
+                    try:
+                        elected = isinstance(await _aenter(self, None, running), Hold)
+                    except LockStoreError as error:
+                        warn("cannot campaign for %r, and will try again: %s", self.name, error)
+                        await _sleep(next(growing))
+                        continue
+                    except _NotYetReleased:
+                        await _sleep(timing.DEFAULT.local_poll)
+                        continue
+                    except LockError:
+                        if self._has_stopped():
+                            return
+                        raise
+                    if elected:
+                        growing = pauses(timing.DEFAULT.attention)
+                        await _alead(self, body, running)
+                except BaseException:  # interrupted, perhaps before the body began
+                    with contextlib.suppress(LockError):
+                        await _aexit(self, running)
                     raise
-                if elected:
-                    growing = pauses(timing.DEFAULT.attention)
-                    await _alead(self, body, running)
 
         return lead
 
@@ -777,6 +794,12 @@ async def _aexit(leader: BaseLeader, running: _Running) -> None:
     running.inside = False
     try:
         await leader._lock._adrive(leader._end(running), undisturbed=True)
+    except LockError:
+        raise
+    except BaseException:  # interrupted, perhaps before it began
+        with contextlib.suppress(LockError):
+            await leader._lock._adrive(leader._end(running), undisturbed=True)
+        raise
     finally:
         leader._ran(running)
 
