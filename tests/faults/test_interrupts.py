@@ -1,16 +1,13 @@
 """Signals whose handlers raise, at any moment of taking, waiting, holding and leaving (requirement 27).
 
-CPython runs signal handlers when a function begins or goes on, after a call, and at a jump backwards. A trace function
-finds these moments in the code of this project, so that each of them, told apart by the whole stack, can be struck
-once; a timer strikes at random, in the drivers' code and the standard library's too.
+Each moment of our own code is struck once (`tests.support.strikes`); a timer strikes at random, in the drivers' code
+and the standard library's too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dis
-import functools
 import gc
 import itertools
 import logging
@@ -18,28 +15,25 @@ import random
 import re
 import signal
 import sys
-import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import pytest
 
 from dblock.core import runtime, timing
 from dblock.core.acquire import local_queue as lines_of
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.errors import LockLost
+from dblock.core.errors import LockError, LockLost
 from dblock.core.runtime import current_flow
+from dblock.core.values import SHARE
 from tests.conftest import ready
-from tests.support.lab import LONG, SOME, SYNC, alive, close_django, threads, times, until
-from tests.support.subjects import MATRIX, Actor, Subject
+from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
+from tests.support.strikes import RENEWED, TTL, CancelledAt, Interrupted, Stage, Strike, nothing, play
+from tests.support.subjects import MATRIX, Subject
 
-TTL = 0.4
-ROOT = Path(__file__).parents[2]
-OURS = (f"{ROOT}/dblock/", f"{ROOT}/sqlalchemy_dblock/")
 ASYNC = [subject for subject in MATRIX if subject.face == "async"]
 STRUCK = [*SYNC, *ASYNC] if LONG else SOME
 """Each database, variant and face at least once."""
@@ -49,169 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-class Interrupted(BaseException):
-    """As Celery's soft time limit, or Ctrl-C."""
-
-
-@functools.cache
-def moments(code: CodeType) -> frozenset[int]:
-    """The offsets of instructions before which a signal handler may run, inside of the same `try` as its cause."""
-    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
-
-    def handler(offset: int) -> int | None:
-        return next((each.target for each in table if each.start <= offset < each.end), None)
-
-    found = set()
-    for before, after in itertools.pairwise(dis.get_instructions(code)):
-        name, at = before.opname, after.offset
-        if name.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in name:
-            at = before.argval
-        elif not ((name == "RESUME" and before.arg in {0, 1}) or (name.startswith("CALL") and "INTRINSIC" not in name)):
-            continue
-        if handler(before.offset) == handler(at) and after.opname != "GET_AWAITABLE" and code.co_name != "_adrive":
-            found.add(at)  # a coroutine is made and awaited in one
-    return frozenset(found)
-
-
-class Strike:
-    """Raises once, at the first moment of this flow that none of its predecessors has struck."""
-
-    def __init__(self, struck: set[Any], *, every: int = 1, often: int = 4) -> None:
-        self.fired = False
-        self._struck, self._every, self._often = struck, every, often
-        self._counts: dict[Any, int] = {}
-        self._flow = current_flow()
-
-    def arm(self) -> None:
-        """From now on."""
-        sys.settrace(self._begin)
-
-    def disarm(self) -> None:
-        sys.settrace(None)
-
-    def __enter__(self) -> Self:
-        self.arm()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> bool:
-        self.disarm()
-        return kind in {Interrupted, LockLost}  # a busy machine renews late
-
-    def _begin(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and frame.f_lasti in moments(frame.f_code) and self._is_new(frame):
-            self.fired = True
-            raise Interrupted
-        return self._step
-
-    def _is_new(self, frame: FrameType | None) -> bool:
-        if current_flow() is not self._flow:  # another one's on our event loop
-            return False
-        stack = []
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(OURS):
-                stack.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        place = tuple(stack)
-        count = self._counts[place] = self._counts.get(place, 0) + 1
-        if count > self._often or (place, count) in self._struck:
-            return False
-        self._struck.add((place, count))
-        return len(self._struck) % self._every == 0
-
-
-class Stage:
-    """Where the flows of a test meet; what they do is written once for both faces.
-
-    A coroutine of a synchronous subject never waits for anything, so that anybody can run it.
-    """
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.sync = subject, subject.face == "sync"
-        driver = subject.driver or ("" if self.sync else DRIVERS[subject.database])
-        self.foreign = Subject("sqlalchemy", subject.face, subject.database, driver)
-        """As another process: it shares neither local queue nor store with the subject."""
-        self._actor = Actor(subject) if self.sync else None
-
-    def lock(self, key: str, *, foreign: bool = False, **options: Any) -> Any:
-        return (self.foreign if foreign else self.subject).lock(key, **{"ttl": TTL, "timeout": 3, **options})
-
-    async def call(self, lock: Any, name: str) -> Any:
-        if self.sync:
-            return getattr(lock, name)()
-        return await (getattr(lock, f"a{name}", None) or getattr(lock, name))()
-
-    async def within(self, lock: Any, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self.sync:
-            with lock:
-                await body()
-        else:
-            async with lock:
-                await body()
-
-    async def pause(self, seconds: float = 0.0005) -> None:
-        if not self.sync:
-            await asyncio.sleep(seconds)
-        else:
-            threading.Event().wait(seconds)  # this coroutine runs on no event loop
-
-    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> Any:
-        """Begin it in another flow."""
-        return asyncio.create_task(work()) if self._actor is None else self._actor.start(lambda: play(work()))
-
-    async def finish(self, done: Any) -> None:
-        """Wait for its end."""
-        if self._actor is None:
-            await asyncio.wait_for(done, 10)
-        else:
-            done.result(10)
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """The whole play."""
-        if self.sync:
-            play(work)
-        else:
-            asyncio.run(self._and_dispose(work))
-
-    async def _and_dispose(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        finally:
-            for subject in (self.subject, self.foreign):
-                if subject.variant == "sqlalchemy":
-                    await subject.engine.dispose()
-
-    def close(self) -> None:
-        if self._actor is not None:
-            self._actor.close()
-            for subject in (self.subject, self.foreign):
-                if subject.variant == "sqlalchemy":
-                    subject.engine.dispose()
-                else:
-                    close_django(subject.database)
-
-
-DRIVERS = {"sqlite": "aiosqlite", "postgresql": "psycopg", "mariadb": "aiomysql"}
-
-
-def play(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("it waits")
-
-
-async def nothing() -> None:
-    pass
 
 
 async def block(stage: Stage, key: str, strike: Strike) -> None:
@@ -366,6 +197,292 @@ def test_every_moment_of_a_lock_may_be_interrupted(
         sys.settrace(None)
         stage.close()
     assert set(warnings().values()) <= {1}, "one warning for each"
+
+
+Body = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Kind(NamedTuple):
+    """What is begun and ended. A new kind, and a new way to begin one, are named in `KINDS`, and nowhere else."""
+
+    make: Callable[[Stage, str], Any]
+    """Its object, which is used once, and then dropped or kept."""
+    stranger: Callable[[Stage, str], Any] | None = None
+    """What somebody has acquired who has died, while one waits to begin; None if it never waits."""
+    begin: tuple[Any, ...] = ("with",)
+    """`with`, `()` for a decorated function, `run`, or a method and its arguments."""
+    end: tuple[Any, ...] = ("release",)
+    """The method that ends what a method has begun."""
+    holds: Callable[[Any], object] = lambda made: made.state
+    """Whether the object says so. It is ended then, as its caller does when a method was interrupted."""
+    inside: Callable[[Stage, str, Any], Any] | None = None
+    """The lock in whose block it begins."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether nobody can end it who did not begin it."""
+        return self.begin[0] in {"with", "()", "run"}
+
+
+def one(function: str, which: str = "", **options: Any) -> Callable[[Stage, str], Any]:
+    """Makes what `db_lock` and so on give; `which`: the method that makes a lock of it."""
+
+    def make(stage: Stage, key: str) -> Any:
+        made = stage.made(function, key, **options)
+        return getattr(made, which)() if which else made
+
+    return make
+
+
+def dead(function: str, which: str = "") -> Callable[[Stage, str], Any]:
+    """The same, for a stranger who dies, and whose lease ends soon."""
+    return one(function, which, foreign=True, ttl=0.03, renew=False)
+
+
+def two(stage: Stage, key: str) -> Any:
+    return stage.made("db_locks", f"{key}, a", key)
+
+
+KINDS = {
+    "lock": Kind(one("db_lock"), dead("db_lock")),
+    "lock, acquired": Kind(one("db_lock"), dead("db_lock"), ("acquire",)),
+    "lock, decorated": Kind(one("db_lock"), None, ("()",)),
+    "lock, inside another object": Kind(one("db_lock"), inside=lambda stage, key, _: one("db_lock")(stage, key)),
+    "lock, inside itself": Kind(one("db_lock"), inside=lambda _stage, _key, made: made),
+    "read": Kind(one("db_rwlock", "read"), dead("db_rwlock", "write")),
+    "write": Kind(one("db_rwlock", "write"), dead("db_rwlock", "read")),
+    "read, inside write": Kind(
+        one("db_rwlock", "read"), inside=lambda stage, key, _: one("db_rwlock", "write")(stage, key)
+    ),
+    "permit": Kind(one("db_semaphore", "permit"), dead("db_semaphore")),
+    "semaphore": Kind(one("db_semaphore"), dead("db_semaphore")),
+    "semaphore, acquired": Kind(
+        one("db_semaphore", permits=2),
+        dead("db_semaphore"),
+        ("acquire", True, 3, 2),
+        ("release", 2),
+        lambda made: made.held,
+    ),
+    "locks": Kind(two, dead("db_lock")),
+    "locks, acquired": Kind(two, dead("db_lock"), ("acquire",)),
+    "leader": Kind(one("db_leader"), dead("db_lock")),
+    "leader, elected": Kind(one("db_leader"), dead("db_lock"), ("campaign",), ("resign",), lambda made: made.is_leader),
+    "leader, run": Kind(one("db_leader"), dead("db_lock"), ("run",)),
+    "majority": Kind(Stage.majority, Stage.most_of_it),
+    "majority, acquired": Kind(Stage.majority, Stage.most_of_it, ("acquire",)),
+}
+
+
+class Over(Exception):
+    """Ends the body of `run`."""
+
+
+async def use(stage: Stage, kind: Kind, key: str, made: Any, body: Body) -> None:
+    """Begin it, run the body, and end it."""
+    if kind.inside is not None:
+        outer, again = kind.inside(stage, key, made), kind._replace(inside=None)
+        await stage.within(outer, lambda: use(stage, again, key, made, body))
+    elif kind.begin[0] == "with":
+        await stage.within(made, body)
+    elif kind.begin[0] == "()":
+        await stage.call(made(function(stage, body)), "__call__")
+    elif kind.begin[0] == "run":
+        with contextlib.suppress(Over):
+            await stage.call(made.run(function(stage, body, Over)), "__call__")
+    else:
+        await stage.call(made, *kind.begin)
+        await body()
+        await stage.call(made, *kind.end)
+
+
+def function(stage: Stage, body: Body, error: type[Exception] | None = None) -> Any:
+    """A function that runs the body, and raises the error."""
+
+    async def work(*_: object) -> None:
+        await body()
+        if error is not None:
+            raise error
+
+    return (lambda *_: play(work())) if stage.sync else work
+
+
+async def strike(stage: Stage, kind: Kind, named: tuple[str, Any], how: Strike | CancelledAt, phase: str) -> bool:
+    """Use an object of that key once, and interrupt that; whether the interrupt came through."""
+    key, made = named
+
+    async def die() -> None:
+        assert kind.stranger is not None
+        await stage.call(kind.stranger(stage, key), "acquire")
+
+    async def body() -> None:
+        if phase == "end":
+            how.arm()
+        else:
+            how.disarm()
+
+    if phase.endswith("wait"):
+        await stage.finish(stage.start(die))
+    try:
+        if phase != "end":
+            how.arm()
+        await how.run(use(stage, kind, key, made, body))
+    except Interrupted:
+        return True
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        return True
+    finally:
+        how.disarm()
+        if not kind.is_block and kind.holds(made):
+            with contextlib.suppress(LockLost):
+                await stage.call(made, *kind.end)
+    return False
+
+
+class Case(NamedTuple):
+    """When it is interrupted, and what becomes of its object."""
+
+    phase: str
+    """`begin`, `end`, or `wait` for a beginning that waits; `cancel` for each pause of a task, also in a wait."""
+    life: str
+    """`dropped`, or `kept` as an object of a module is."""
+
+
+CASES = [
+    *(Case(phase, life) for phase in ("begin", "end", "wait") for life in ("dropped", "kept")),
+    *(Case(phase, "kept") for phase in ("cancel", "cancel, wait")),
+]
+OPEN = "a block that was interrupted as it began or ended is open for as long as its object lives, and is renewed"
+ENDS = {Case("end", "kept"): OPEN}
+BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
+LEFT = "an interrupt between two of the locks leaves the others, and the object says that it holds nothing"
+KNOWN: dict[str, dict[Case, str]] = {
+    "lock": BOTH,
+    "lock, inside another object": {case: why for case, why in BOTH.items() if case.phase != "wait"},
+    "lock, inside itself": {case: why for case, why in BOTH.items() if case.phase != "wait"},
+    "read": BOTH,
+    "write": BOTH,
+    "read, inside write": {case: why for case, why in BOTH.items() if case.phase != "wait"},
+    "permit": BOTH,
+    "semaphore": BOTH,
+    "locks": BOTH,
+    "locks, acquired": {Case("end", life): LEFT for life in ("dropped", "kept")},
+    "leader": ENDS,
+    "majority": {
+        **BOTH,
+        **{Case(phase, "dropped"): "its flow refers to it" for phase in ("begin", "wait", "end")},
+    },
+}
+"""What still fails, by kind and case, and why."""
+
+
+class Struck(NamedTuple):
+    """A key that was struck."""
+
+    case: Case
+    place: str
+    kept: Any
+
+
+def strikes(stage: Stage, case: Case) -> Iterator[Any]:
+    """How a case is interrupted: at each moment; in the short form at those of the functions that its user calls."""
+    if case.phase.startswith("cancel"):
+        if not stage.sync:
+            yield from map(CancelledAt, itertools.count(1))
+    elif LONG:
+        places, every = set[Any](), 1 if stage.subject.database == "sqlite" else 20
+        while True:
+            yield Strike(places, every=4 * every if case.phase == "wait" else every)
+    elif case.life == "kept":
+        places, shallow = set[Any](), 2 + (not stage.sync and case.phase == "end")
+        while True:
+            yield Strike(places, shallow=1 if case.phase == "wait" else shallow, often=2)
+
+
+async def sweep(stage: Stage, kind: Kind) -> dict[Case, list[str]]:
+    """Interrupt it in each way, and see that nothing is left; what is, by case."""
+    struck, failed = dict[str, Struck](), defaultdict[Case, list[str]](list)
+    await use(stage, kind, "warm", kind.make(stage, "warm"), nothing)
+    for case in CASES:
+        missed = 0
+        for how in strikes(stage, case) if kind.stranger or not case.phase.endswith("wait") else ():
+            key = f"{case.phase} {case.life} {len(struck)}"
+            made = kind.make(stage, key)
+            came = await strike(stage, kind, (key, made), how, case.phase)
+            struck[key] = Struck(case, how.place, made if case.life == "kept" else None)
+            del made
+            if how.fired and not came:
+                failed[case].append(f"{how.place}: the interrupt was lost")
+            missed = 0 if how.fired else missed + 1
+            if missed > 2 * (LONG and case.phase.endswith("wait")):  # what happens in a wait is not the same each time
+                break
+    left, deadline = _keys(stage.alive()), time.monotonic() + RENEWED + 1
+    while left and time.monotonic() < deadline:
+        await stage.pause(0.1)
+        left &= _keys(stage.alive())
+    for key, (case, place, kept) in struck.items():
+        if key in left:
+            failed[case].append(f"{place}: it is held")
+            continue
+        began = time.monotonic()
+        try:
+            await use(stage, kind, key, kind.make(stage, key) if kept is None else kept, nothing)
+        except LockError as error:
+            failed[case].append(f"{place}: it cannot be begun again, {error!r}")
+        if (took := time.monotonic() - began) > 1:
+            failed[case].append(f"{place}: beginning it again took {took:.1f} s")
+    struck.clear()
+    kept = None
+    gc.collect()  # an object that is dropped is renewed no more
+    await stage.release_all()
+    while stage.alive() and time.monotonic() < deadline + RENEWED + 1:
+        await stage.pause(0.1)
+    return failed
+
+
+def _keys(rows: list[str]) -> set[str]:
+    """The keys of those rows, as they were given to the objects."""
+    return {key.partition(SHARE)[0].removesuffix(", a") for key in rows}
+
+
+SWEPT = [(name, Subject("sqlalchemy", "sync", "sqlite")) for name in KINDS]
+SWEPT += [
+    (name, Subject("sqlalchemy", "async", "sqlite", "aiosqlite"))
+    for name in (KINDS if LONG else ("lock", "semaphore", "locks", "leader, run"))
+]
+SWEPT += [
+    (name, subject)
+    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "async", "postgresql", "asyncpg"))
+    for name in (KINDS if LONG else ("semaphore",) if subject.face == "sync" else ())
+    if not name.startswith("majority")
+]
+
+
+@pytest.mark.parametrize(("name", "subject"), SWEPT, ids=str)
+def test_every_moment_of_every_kind_may_be_interrupted(
+    request: pytest.FixtureRequest, name: str, subject: Subject, tmp_path: Path
+) -> None:
+    """As it begins, waits and ends, of an object that is dropped or kept: the key is free a ttl later, and not slow."""
+    ready(request, subject.database)
+    stage, found, known = Stage(subject), dict[Case, list[str]](), KNOWN.get(name, {})
+    if name.startswith("majority"):
+        stage.files(tmp_path)
+
+    async def main() -> None:
+        found.update(await sweep(stage, KINDS[name]))
+
+    try:
+        stage.run(main())
+    finally:
+        sys.settrace(None)
+        stage.close()
+    assert not {case: places for case, places in found.items() if case not in known}
+    if known:
+        mended = known.keys() - found.keys() if LONG else set() if found else known.keys()
+        assert not mended, "take it out of KNOWN"
+        pytest.xfail("; ".join(sorted(set(known.values()))))
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], ids=str)

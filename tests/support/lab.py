@@ -223,15 +223,19 @@ def remaining(subject: Subject, key: str = "k") -> float:
 
 def alive(subject: Subject, pattern: str = "%") -> int:
     """How many leases are alive, by the database's clock."""
+    return len(alive_keys(subject, pattern))
+
+
+def alive_keys(subject: Subject, pattern: str = "%") -> list[str]:
+    """The keys of the rows whose leases are alive."""
     clocks = {
         "postgresql": "clock_timestamp()",
         "mysql": "UTC_TIMESTAMP(6)",
         "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
     }
     where = f"owner IS NOT NULL AND expires_at > {clocks[subject.protocol.dialect.name]} AND lock_key LIKE :pattern"
-    sql = f"SELECT count(*) FROM locks WHERE {where}".replace(":%f", "\\:%f").replace(":%M", "\\:%M")
-    [(count,)] = run(subject.database, sql, pattern=pattern)
-    return int(str(count))
+    sql = f"SELECT lock_key FROM locks WHERE {where}".replace(":%f", "\\:%f").replace(":%M", "\\:%M")
+    return [str(key) for (key,) in run(subject.database, sql, pattern=pattern)]
 
 
 def expire(subject: Subject, key: str = "k") -> None:

@@ -245,6 +245,7 @@ REQUIREMENTS: Final = (
         "each key is free within ttl + 1 s",
         (
             f"{F}interrupts.py::test_every_moment_of_a_lock_may_be_interrupted",
+            f"{F}interrupts.py::test_every_moment_of_every_kind_may_be_interrupted",
             f"{F}interrupts.py::test_signals_at_random_moments_leave_nothing",
         ),
         "at each line of the library, one after the other; long: 10,000 random moments",
