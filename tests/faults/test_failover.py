@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from dblock.cli import main
 from dblock.core import clock, runtime
-from dblock.core.errors import Loss, Reason
+from dblock.core.errors import LockLost, LockStoreError, Loss, Reason
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
@@ -23,7 +23,7 @@ from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
 from tests.support.proxy import Proxy
-from tests.support.servers import PostgreSQL, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, running
 
 pytestmark = pytest.mark.direct
 QUARANTINE = 3.0
@@ -100,6 +100,40 @@ def test_a_lease_by_another_clock_is_waited_out(kind: str, ended: bool) -> None:
             assert clock.now() >= trusted
         for engine in (old, new):
             engine.dispose()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that a cut has ended
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_was_used_just_before_a_promotion(kind: str) -> None:
+    """The new primary lacks that, and the message comes again: its run has the key when the first has lost it."""
+    with pair_of(kind) as pair, Proxy(0, pair.primary.port) as proxy, ThreadPoolExecutor(1) as other:
+        options = {"dblock_failover_quarantine": QUARANTINE}
+        engine = create_engine(URLS[kind].format(proxy.port), execution_options=options)
+        with db_lock(engine, "k", ttl=6) as sent:
+            token = sent.detach()
+        assert until(lambda: pair.has("k"), 30)
+        pair.cut()
+        first = hold_of(attach(engine, token, ttl=QUARANTINE)).lease  # its process renews it
+        pair.promote()
+        proxy.lead_to(pair.replica.port)
+
+        def deliver_again() -> None:
+            while True:
+                try:
+                    again = attach(engine, token)
+                except (LockTimeout, LockStoreError):
+                    time.sleep(0.02)
+                    continue
+                except LockLost:  # a run takes the key anew then
+                    again = db_lock(engine, "k", timeout=30)
+                    assert again.acquire()
+                assert first.state == "lost", "two have it"
+                again.release()
+                return
+
+        other.submit(deliver_again).result(50)
+        current_flow().holds.clear()
+        engine.dispose()
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -215,11 +249,22 @@ def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequ
     engine.dispose()
 
 
-def test_a_dump_that_was_restored_closes_the_keys() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "postgresql",
+        *(
+            pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="the row names the server, not its table"))
+            for kind in KINDS[1:]
+        ),
+    ],
+)
+def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
     """In the very server whose name is in it: the tenures that were granted since are not in the dump."""
-    with running(PostgreSQL) as server:
-        engine = create_engine(URLS["postgresql"].format(server.port))
+    with running({"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL}[kind]) as server:
+        engine = create_engine(URLS[kind].format(server.port))
         create_tables(engine)
+        time.sleep(1.1)  # MariaDB and MySQL know to the second when a table was made
         with engine.begin() as connection:
             connection.exec_driver_sql("CREATE TABLE dump AS SELECT * FROM lock_epoch")
             connection.exec_driver_sql("DROP TABLE lock_epoch")
@@ -227,6 +272,8 @@ def test_a_dump_that_was_restored_closes_the_keys() -> None:
         with engine.begin() as connection:
             connection.exec_driver_sql("DELETE FROM lock_epoch")
             connection.exec_driver_sql("INSERT INTO lock_epoch SELECT * FROM dump")
-        with pytest.raises(LockTimeout, match="promoted 0 s ago"), db_lock(engine, "k", timeout=0):
-            pass
-        engine.dispose()
+        try:
+            with pytest.raises(LockTimeout, match="promoted 0 s ago"), db_lock(engine, "k", timeout=0):
+                pass
+        finally:
+            engine.dispose()
