@@ -32,11 +32,13 @@ from dblock.core.values import SHARE
 from tests.conftest import ALIASES, DATABASES, SELDOM, ready, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import remaining, until
+from tests.support.lab import EVERYWHERE, remaining, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
+TASKS = [each for each in EVERYWHERE if (each.variant, each.face) == ("sqlalchemy", "async")]
+"""Where flows begin in an order that is known."""
 
 
 def semaphore(subject: Subject, permits: int, key: str = "k", **options: Any) -> Any:
@@ -185,6 +187,33 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     assert several.held == []
     assert len(in_use(protocol)) == 3
     assert one.call(first, "available") == 0
+
+
+@pytest.mark.parametrize("subject", TASKS, indirect=True, ids=str)
+def test_those_that_begin_together_are_served_in_that_order(subject: Subject, actor: Actor) -> None:
+    """As the waiters of a plain lock, though each of them tries to get a permit before."""
+
+    async def crowd() -> list[int]:
+        sem, order = semaphore(subject, 2, timeout=60), list[int]()
+
+        async def enter(number: int) -> None:
+            async with sem.permit():
+                order.append(number)
+                await asyncio.sleep(0.01)
+
+        assert await sem.acquire(n=2)
+        waiting = [asyncio.create_task(enter(number)) for number in range(10)]
+        await asyncio.sleep(0.3)
+        waiting += [asyncio.create_task(enter(number)) for number in range(10, 14)]
+        await asyncio.sleep(0.1)
+        await sem.release(1)
+        await asyncio.gather(*waiting)
+        await sem.release(1)
+        return order
+
+    for _ in range(3):
+        order = actor.do(crowd)
+        assert order == sorted(order)
 
 
 def test_other_numbers(protocol: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:

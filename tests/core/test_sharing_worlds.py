@@ -86,6 +86,7 @@ LARGE: dict[str, tuple[int, dict[str, Any]]] = {
     "a writer gives up before readers": (1, {"does": "rwrr", "holds": (0.2, 0, 0, 0), "timeouts": (None, 0.05, 1, 1)}),
     "a downgrade, a writer and a reader": (1, {"does": "dwr"}),
     "three for two permits": (2, {"does": "111"}),
+    "three of one process for a permit": (2, {"does": "111", "houses": "000", "permits": 1}),
     "three try the same slot": (1, {"does": "111", "guesses": "first"}),
     "two permits wait, and others come": (1, {"does": "121"}),
     "two keys, and each of them": (1, {"does": "bjk"}),
@@ -101,7 +102,7 @@ ONE_TABLE = {
     "two new keys": "sqlite",
     "two readers": "sqlite",
     "one permit of a new key": "model",
-    **{name: "sqlite" if "permits" in name else "model" for name in LARGE},
+    **{name: "sqlite" if "permit" in name else "model" for name in LARGE},
 }
 """Of worlds that are explored on the one or the other tables only, in `make test`."""
 
@@ -514,6 +515,11 @@ def _answered_now(send: Callable[..., Steps[Any]], database: Any, *given: Any, *
     return database.now(), rows
 
 
+def joins_when_refused(patch: Patch) -> None:
+    """One that is refused does not wait for those that came before it."""
+    patch(Sharing, "_take_in_turn", Sharing._take_slot)
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any]]] = [
     (reads_beside_a_writer, "wr", (), {}),
     (reads_by_an_old_row, "wr", (), {"tables": "model"}),
@@ -536,6 +542,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (counts_from_when_it_was_collected, "12", (), {"holds": (0.2, 0.0)}),
     (waits_for_a_whole_lease, "rw", ("death",), {}),
     (waits_for_a_whole_lease, "12", ("death",), {"holds": (0.2, 0.0)}),
+    (joins_when_refused, "111", (), {"houses": "000", "permits": 1}),
     (releases_before_it_reads, "dw", (), {}),
     (undoes_nothing, "r", ("slow", "interrupt"), {}),
     (writers_shut_nothing, "wrwr", (), {}),

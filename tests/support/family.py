@@ -88,6 +88,8 @@ class Member(Flow):
     """What it has to leave."""
     guards: bool = False
     """Whether its transaction is open, and keeps what it has."""
+    began: int = 0
+    """Its number among the flows, in the order in which they began."""
     at_door: int = 0
     """The fence of the door, from when it has that until it has entered."""
 
@@ -99,6 +101,7 @@ class Member(Flow):
         request = wish(ttl=TTL, flow=f"{self.name}.")._replace(kind=int(kind), reading=reading)
         sharing = Sharing(site, request, lambda: house, self.timeout, door=self._door)
         self.breakable = True
+        self.began = 1 + sum(bool(flow.began) for flow in cast("Family", self.house.world).members)
         try:
             if kind is KeyKind.LOCK:
                 found: Any = yield from self._take("jk" if self.does == "b" else self.does, request)
@@ -189,8 +192,12 @@ class Member(Flow):
         return found
 
     def _believe(self, grants: list[Grant]) -> None:
-        self.grants, self.entered, self.at_door = grants, grants, 0
         world = self.house.world
+        if not world.kinds and self.does == "1" and self.at_door:
+            ours = [flow for flow in world.flows if isinstance(flow, Member) and flow.house is self.house]
+            late = [flow.name for flow in ours if 0 < flow.began < self.began and not (flow.entered or flow.done)]
+            assert not late, f"{late} began before, and wait"
+        self.grants, self.entered, self.at_door = grants, grants, 0
         for grant in grants:
             self._note_fence(grant)
             assert world.kinds or self._site_now() < grant.trusted_until, "what it got is over"
@@ -270,6 +277,7 @@ class Member(Flow):
             self.name % self.permits if self.does.isdigit() else 0,
             self.grants,
             self.at_door,
+            self.began,
         )
 
     def trusted(self, time: float) -> list[Grant]:

@@ -274,7 +274,7 @@ class Sharing:
         got: list[Grant] = []
         growing, tries = pauses(), 0
         while True:
-            if n == 1 and (grant := (yield from self._take_slot(semaphore))) is not None:
+            if n == 1 and (grant := (yield from self._take_in_turn(semaphore))) is not None:
                 return [grant]
             held = yield from self.door(self.waiting)
             if isinstance(held, Refused):
@@ -313,6 +313,30 @@ class Sharing:
         rows = yield from self._listed(PERMITS_MAX)
         held = {slot_of(str(row[0])) for row in rows if row[3] > 0}
         return sum(slot not in held for slot in range(semaphore.permits)) >= n
+
+    def _take_in_turn(self, semaphore: Semaphore) -> Steps[Grant | None]:
+        """A permit without the door; None if others wait, or once those that came before have their answer.
+
+        So flows of a process that begin together join the queue in that order, however long each of their tries takes.
+        One that died while it tried is waited for as long as a try may take.
+        """
+        site, key, now = self.site, self.request.key, self.database.now
+        if self.timeout == 0 or not self.request.fair:
+            return (yield from self._take_slot(semaphore))
+        if key in site.local_queues:
+            return None
+        wakeup = Wakeup(self.database)
+        site.begin_trying(key, wakeup)
+        try:
+            grant = yield from self._take_slot(semaphore)
+            until = min(now() + self.timing.single_try, self.deadline)
+            while grant is None and not site.is_first_trying(key, wakeup) and (left := until - now()) > 0:
+                self.database.before_waiting()
+                yield from wait(left, wakeup)
+                _ = wakeup.consume()
+        finally:
+            site.end_trying(key, wakeup)
+        return grant
 
     def _take_slot(self, semaphore: Semaphore) -> Steps[Grant | None]:
         """A permit without the door: of the slot that this process left last, else of one that is free."""

@@ -9,10 +9,11 @@ import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.protocol.sending import Database
-from dblock.core.wakeup.registry import Wakeups
+from dblock.core.wakeup.registry import Wakeup, Wakeups
 
 if TYPE_CHECKING:
     from dblock.core.acquire.waiting import Waiter
@@ -36,6 +37,8 @@ class Site:
         """By key, those that have waiters."""
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
+        self.trying: dict[str, WeakKeyDictionary[Wakeup, None]] = {}
+        """By key of a semaphore, the flows that try to get a permit without waiting, in the order of their coming."""
         self.ended: set[str] = set()
         """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
         self._contended: dict[str, tuple[float, int]] = {}
@@ -69,6 +72,25 @@ class Site:
             local_queue.add(waiter, Stage.TAKING)
             _ = self.local_queues.setdefault(key, local_queue)
 
+    def begin_trying(self, key: str, wakeup: Wakeup) -> None:
+        """A flow tries to get a permit; it is notified when it is the first of those that try."""
+        with self.mutex:
+            self.trying.setdefault(key, WeakKeyDictionary())[wakeup] = None
+
+    def is_first_trying(self, key: str, wakeup: Wakeup) -> bool:
+        """Whether nobody tries that came before."""
+        return next(iter(self.trying.get(key, ())), wakeup) is wakeup
+
+    def end_trying(self, key: str, wakeup: Wakeup) -> None:
+        """It has a permit, or joins the queue now."""
+        with self.mutex:
+            line = self.trying.get(key, WeakKeyDictionary())
+            _ = line.pop(wakeup, None)
+            if (first := next(iter(line), None)) is not None:
+                first.notify()
+            else:
+                _ = self.trying.pop(key, None)
+
     def freed(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""
         local_queue = self.local_queues.get(key)
@@ -79,6 +101,7 @@ class Site:
         """Empty the local queues in a forked child: the waiters are the parent's, and so may be the mutex."""
         self.mutex = threading.RLock()
         self.local_queues.clear()
+        self.trying.clear()
         self.database.latency.leave_to_parent()
 
     def note_contention(self, key: str) -> None:
