@@ -214,7 +214,7 @@ class Kind(NamedTuple):
     end: tuple[Any, ...] = ("release",)
     """The method that ends what a method has begun."""
     holds: Callable[[Any], object] = lambda made: made.state
-    """Whether the object says so. It is ended then, as its caller does when a method was interrupted."""
+    """Whether the object says so, or how many. It is ended then, as its caller does when a method was interrupted."""
     inside: Callable[[Stage, str, Any], Any] | None = None
     """The lock in whose block it begins."""
 
@@ -261,7 +261,7 @@ KINDS = {
         dead("db_semaphore"),
         ("acquire", True, 3, 2),
         ("release", 2),
-        lambda made: made.held,
+        lambda made: len(made.held),
     ),
     "locks": Kind(two, dead("db_lock")),
     "locks, acquired": Kind(two, dead("db_lock"), ("acquire",)),
@@ -335,9 +335,9 @@ async def strike(stage: Stage, kind: Kind, named: tuple[str, Any], how: Strike |
         return True
     finally:
         how.disarm()
-        if not kind.is_block and kind.holds(made):
+        if not kind.is_block and (left := kind.holds(made)):
             with contextlib.suppress(LockLost):
-                await stage.call(made, *kind.end)
+                await stage.call(made, kind.end[0], *[left] * len(kind.end[1:]))
     return False
 
 

@@ -204,7 +204,7 @@ class Stage:
 
     def majority(self, key: str) -> Any:
         """A majority lock on three databases in files, which `files()` makes."""
-        return sqlalchemy_dblock.db_quorum_lock(self._engines, key, ttl=RENEWED, answer=TTL, timeout=3)
+        return sqlalchemy_dblock.db_quorum_lock(self._engines, key, ttl=RENEWED, answer=1, timeout=3)
 
     def most_of_it(self, key: str) -> Any:
         """The plain locks of a stranger on two of them, whose leases end soon."""
