@@ -121,7 +121,7 @@ def _ours(opened: ExitStack) -> tuple[Make, list[Any]]:
     for engine in engines:
         create_tables(engine)
         store = db_lock(engine, "any")._store()
-        _ = drive(protocol.standing(store.database, 30, store.database.now() + 5), store)
+        _ = drive(protocol.standing(store.database, 30, store.database.now() + 5))
         with engine.begin() as connection:  # as if it had been there for long
             connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01'"))
         _ = opened.callback(engine.dispose)

@@ -315,7 +315,7 @@ class LockAdmin(Inspector):
         context: dict[str, Any] = {}
         if row is not None:
             events = self.history(request, lambda store: administration.events(store, key))
-            waiters = drive(administration.waiters(store, key, QUEUED), store)
+            waiters = drive(administration.waiters(store, key, QUEUED))
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
@@ -416,7 +416,7 @@ def _quarantine() -> Quarantine | None:
     store = store_for(default_alias())
     database = store.database
     with contextlib.suppress(LockError):
-        found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False), store)
+        found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
         return found if found is not None and found.opens_in > 0 else None
     return None
 

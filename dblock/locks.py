@@ -79,7 +79,7 @@ class Lock(SyncLock):
                 "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
                 "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
             )
-        return drive(steps, self._store())
+        return drive(steps)
 
     def _store(self) -> DjangoStore:
         return store_for(self.using, self)
@@ -288,12 +288,12 @@ def release_all(*, using: str | None = None) -> int:
     has lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises
     no error of the database: what could not be given back within some seconds ends with its lease.
     """
-    return sum(drive(leaving.release_all(store), store) for store in _stores(using))
+    return sum(drive(leaving.release_all(store)) for store in _stores(using))
 
 
 async def arelease_all(*, using: str | None = None) -> int:
     """The asynchronous twin of `release_all`."""
-    return sum([await adrive(leaving.release_all(store), store) for store in _stores(using)])
+    return sum([await adrive(leaving.release_all(store)) for store in _stores(using)])
 
 
 def _stores(using: str | None) -> list[DjangoStore]:
@@ -310,20 +310,18 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
 async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
     """The asynchronous twin of `reap`."""
-    steps, store = _reaping(retention, using)
-    return (await adrive(steps, store)).locks
+    return (await adrive(_reaping(retention, using))).locks
 
 
 def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
     """Reap, and say how many rows of which table there were."""
-    steps, store = _reaping(retention, using)
-    return drive(steps, store)
+    return drive(_reaping(retention, using))
 
 
-def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[reaping.Reaped], DjangoStore]:
+def _reaping(retention: Seconds | None, using: str | None) -> Steps[reaping.Reaped]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return reap_and_report(store, seconds, Lock), store
+    return reap_and_report(store, seconds, Lock)
 
 
 def default_alias() -> str:

@@ -7,6 +7,7 @@ Statements of the lock are therefore not in `connection.queries`.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -67,6 +68,7 @@ class DjangoStore(BaseStore):
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
             )
         self.database = Database(
+            weakref.ref(self),
             dialect_for(vendor, tables),
             refuse_waiting=self._refuse_waiting,
             quarantine=conf.quarantine,

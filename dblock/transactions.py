@@ -133,7 +133,7 @@ def _look_after(connection: BaseDatabaseWrapper) -> None:
     holds = [hold for hold in _joined.pop(connection) if hold.lease.loss is None and hold.entries]
     for hold in holds:
         try:
-            drive(look_after(hold), hold.store)
+            drive(look_after(hold))
         except LockError as error:
             warn("could not verify %r when a transaction ended: %s", hold.shown, error)
     if connection.in_atomic_block:
@@ -149,7 +149,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
             hold = holds[0]
             if not keep_until_end(hold):  # else a transaction on another database is still open
                 try:
-                    drive(finish(hold), hold.store)
+                    drive(finish(hold))
                 except LockError as error:
                     warn("could not release %r when the transaction ended: %s", hold.shown, error)
             del holds[0]

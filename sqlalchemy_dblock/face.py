@@ -278,25 +278,25 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds | None = None) -> i
     The default is the engine's execution option dblock_retention (one hour). Await it for an AsyncEngine. Safe to run
     at any time, any number of times at once.
     """
-    steps, store = _reaping(engine, retention)
-    return drive(steps, store).locks if isinstance(engine, Engine) else _areap(steps, store)
+    steps = _reaping(engine, retention)
+    return drive(steps).locks if isinstance(engine, Engine) else _areap(steps)
 
 
-async def _areap(steps: Steps[Reaped], store: EngineStore) -> int:
-    return (await adrive(steps, store)).locks
+async def _areap(steps: Steps[Reaped]) -> int:
+    return (await adrive(steps)).locks
 
 
 def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
     """Reap; returns the number of rows of each table."""
-    return drive(*_reaping(engine, retention))
+    return drive(_reaping(engine, retention))
 
 
-def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
+def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
     from dblock.core.observing import observers  # noqa: PLC0415 - only for observing and reaping
 
     store = store_for(_sync_engine(engine))
     seconds = valid_retention(store.retention if retention is None else retention)
-    return observers.reap_and_report(store, seconds, Lock), store
+    return observers.reap_and_report(store, seconds, Lock)
 
 
 @overload
@@ -312,7 +312,7 @@ def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
     """
     store = store_for(_sync_engine(engine))
     steps = leaving.release_all(store)
-    return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
+    return drive(steps) if isinstance(engine, Engine) else adrive(steps)
 
 
 def _transactions() -> Any:

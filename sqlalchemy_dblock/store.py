@@ -6,6 +6,7 @@ Rule: an asynchronous driver is run by the same code, inside the greenlet in whi
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -84,6 +85,7 @@ class EngineStore(BaseStore):
         self.asynchronous: bool = engine.dialect.is_async
         refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
         self.database = Database(
+            weakref.ref(self),
             dialect_for(name, tables),
             refuse_waiting=refuse_waiting,
             quarantine=lambda: options.quarantine,

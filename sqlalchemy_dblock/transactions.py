@@ -103,9 +103,9 @@ def _finish(hold: Hold) -> None:
     steps = finish(hold)
     try:
         if hold.store.asynchronous:
-            await_only(adrive(steps, hold.store))
+            await_only(adrive(steps))
         else:
-            drive(steps, hold.store)
+            drive(steps)
     except (LockError, MissingGreenlet) as error:
         warn("could not release %r when the transaction ended: %s", hold.shown, error)
 

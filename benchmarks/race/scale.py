@@ -305,19 +305,19 @@ def _renewal(store: EngineStore) -> float:
     leases = [(hold.tenure, TTL) for hold in current_flow().holds.values()]
 
     def renew() -> None:
-        _ = drive(tenures.renew(store.database, leases, store.database.now() + 1), store)
+        _ = drive(tenures.renew(store.database, leases, store.database.now() + 1))
 
     return _median([renew] * RENEWALS)
 
 
 def _page(store: EngineStore, after: str) -> None:
     """As `dblock ls --all` lists a page."""
-    _ = drive(administration.survey(store, after, KEYS, free=True), store)
+    _ = drive(administration.survey(store, after, KEYS, free=True))
 
 
 def _held(store: EngineStore) -> None:
     """As `dblock ls` lists what is held."""
-    assert len(drive(administration.survey(store), store)) >= KEYS
+    assert len(drive(administration.survey(store))) >= KEYS
 
 
 def _reap(store: EngineStore) -> float:
@@ -325,7 +325,7 @@ def _reap(store: EngineStore) -> float:
     rests = list[float]()
     with mock.patch.object(store, "rest", rests.append):
         begun = time.monotonic()
-        assert drive(reaping.reap(store.database, YEARS), store) == (0, 0)
+        assert drive(reaping.reap(store.database, YEARS)) == (0, 0)
         return time.monotonic() - begun + sum(rests)
 
 

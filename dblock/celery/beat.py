@@ -213,7 +213,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         leader = self._current()
         leader.check()
         store, fence = leader._lock._store(), leader.term
-        entered = None if fence is None else drive(states.enter(store.database, self._key, fence), store)
+        entered = None if fence is None else drive(states.enter(store.database, self._key, fence))
         if entered is None:
             raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
         runs = {name: Sent(*sent) for name, sent in json.loads(entered.state or "{}").items()}
@@ -262,7 +262,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         store, fence = leader._lock._store(), leader.term
         text = json.dumps(runs, separators=(",", ":"))
         self._number += 1
-        if fence is None or not drive(states.write(store.database, self._key, fence, self._number, text), store):
+        if fence is None or not drive(states.write(store.database, self._key, fence, self._number, text)):
             raise LockLost("somebody else has become active", key=self._key)
         self._runs = runs
 

@@ -23,7 +23,7 @@ class Unnamed:
 
     async def execute(self, step: Execute) -> Rows:
         """Run one statement."""
-        statement, parameters, *_ = step
+        _, statement, parameters, *_ = step
         text, order = rendered(statement.sql, "numeric_dollar")
         assert order is not None  # noqa: S101 - the style has no names
         known = await self._typed(text)

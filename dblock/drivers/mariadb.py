@@ -33,7 +33,7 @@ class Prepared:
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement."""
-        statement, parameters, *_ = step
+        _, statement, parameters, *_ = step
         order = None if statement.reply is Reply.ROWS else self._known.get(statement.sql) or self._prepare(statement)
         connection = self._connection
         if order is None:

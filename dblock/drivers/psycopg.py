@@ -49,7 +49,7 @@ class Prepared:
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
-        statement, parameters, *_ = step
+        _, statement, parameters, *_ = step
         known, connection = self._known.get(statement.sql), self._connection
         if known is None or self._readable is None or self._writable is None:
             with connection.lock:
@@ -77,7 +77,7 @@ class Prepared:
         return rows
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
-        statement, parameters, *_ = step
+        _, statement, parameters, *_ = step
         pgconn = self._connection.pgconn
         known = self._known.get(statement.sql)
         if known is None:

@@ -260,7 +260,7 @@ class Asks:
             left = (until if prompt else min(until, silent_until)) - clock.now()
             if not pending or left <= 0 or (not prompt and enough()):
                 break
-            yield from wait(left, wakeup)
+            yield from wait(pending[0].store, left, wakeup)
         for ask in pending if not waits else ():
             self.not_answered(ask)
 
@@ -285,7 +285,7 @@ class Asks:
     def begin(self, store: Store, steps: Steps[None]) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
-            task = plain_task(_logged(adrive(steps, store)))
+            task = plain_task(_logged(adrive(steps)))
             tasks = self._of_loop(task.get_loop())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -310,7 +310,7 @@ class Asks:
         while (job := self._next()) is not None:
             store, steps = job
             try:
-                drive(steps, store)
+                drive(steps)
             except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
                 warn("asking %s failed: %r", store.name, error)
             del job, store, steps

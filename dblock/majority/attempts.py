@@ -73,7 +73,7 @@ class Attempts:
             if left == 0:
                 break
             pause = random.uniform(0.5, 1.5) * mean  # noqa: S311 - to part contenders, not a secret
-            yield from sleep(pause if left is None else min(pause, left))
+            yield from sleep(self.locks[0]._store(), pause if left is None else min(pause, left))
             mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
         # The time may have passed in the queue of one database: whether the others can be asked is still to be heard.
         names = self.lock.names

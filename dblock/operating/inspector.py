@@ -180,7 +180,7 @@ class Inspector(_ModelAdmin):
         store = store_for(default_alias())
         words = f"{request.user.get_username()}: {' '.join(reason.split())}"[:TEXT_LENGTH]
         try:
-            if drive(end(store, words), store):
+            if drive(end(store, words)):
                 return True
             messages.warning(request, _("That lock was over already. Nothing was changed."))
         except (LockError, ValueError) as error:
@@ -228,7 +228,7 @@ class Inspector(_ModelAdmin):
         if not self.has_view_permission(request):
             raise PermissionDenied
         store = store_for(default_alias())
-        found = drive(administration.all_waiters(store, SHOWN + 1), store)
+        found = drive(administration.all_waiters(store, SHOWN + 1))
         more, found = SHOWN if len(found) > SHOWN else 0, found[:SHOWN]
         rows = self.rows().in_bulk({each.key for each in found})
         waiters = [
@@ -248,7 +248,7 @@ class Inspector(_ModelAdmin):
         """The events; none, and the user is told why, where their table is missing or may not be read."""
         store = store_for(default_alias())
         try:
-            return drive(events(store), store)
+            return drive(events(store))
         except LockStoreError as error:
             messages.warning(request, str(error))
             return []
@@ -274,7 +274,7 @@ def pins_of(keys: Collection[str]) -> dict[str, Pinned]:
     """The transactions that keep keys from being taken; none where the database could not say."""
     store = store_for(default_alias())
     try:
-        return drive(pinned(store.database, keys), store)
+        return drive(pinned(store.database, keys))
     except LockStoreError:
         return {}
 
@@ -295,7 +295,7 @@ def pins_shown(pinned: Pinned) -> SafeString:
 def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:
     """The readers or permits of a key, as the template shows them."""
     prefix = key + SHARE
-    shares = drive(administration.survey(store, key, QUEUED, prefix=prefix), store)
+    shares = drive(administration.survey(store, key, QUEUED, prefix=prefix))
     return [
         {
             "key": share.info.key,

@@ -76,7 +76,7 @@ def _on_postgresql(database: Database, keys: list[str], until: float, _: float) 
 def _on_mysql(database: Database, keys: list[str], until: float, settle: float) -> Steps[dict[str, Pinned]]:
     locked, mariadb = yield from _locked(database, keys, until)
     if locked and settle:
-        yield from sleep(settle)
+        yield from sleep(database.store, settle)
         locked, mariadb = yield from _locked(database, locked, until)
     if not locked:
         return {}

@@ -79,22 +79,22 @@ class Busy:
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:
             raise RuntimeError(f"busy({self._key!r}) asks the database: on an event loop write `async with`")
-        drive(self._begin(), self._store)
+        drive(self._begin())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        drive(self._end(), self._store)
+        drive(self._end())
 
     async def __aenter__(self) -> Self:
-        await adrive(self._begin(), self._store)
+        await adrive(self._begin())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await adrive(self._end(), self._store)
+        await adrive(self._end())
 
 
 def busy(key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere") -> Busy:
@@ -127,14 +127,14 @@ def take_away(key: str) -> None:
     for hold in _holds(key):
         if not isinstance(hold.store, InMemory) and (hold.store.asynchronous or current_task() is not None):
             raise RuntimeError(f"take_away({key!r}) asks the database: on an event loop write `await atake_away(...)`")
-        drive(_taking_away(hold), hold.store)
+        drive(_taking_away(hold))
     await_callbacks()
 
 
 async def atake_away(key: str) -> None:
     """The asynchronous twin of `take_away`; `on_lost` may still be running."""
     for hold in _holds(key):
-        await adrive(_taking_away(hold), hold.store)
+        await adrive(_taking_away(hold))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import math
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,7 +159,7 @@ class MemoryStore(InMemory):
 
     def __init__(self) -> None:
         self.clock = Clock(self.move)
-        self.database = Database(DIALECT, self.clock.now, TIMING)
+        self.database = Database(weakref.ref(self), DIALECT, self.clock.now, TIMING)
         self.tables = self._source = Tables(self.clock.now)
         self.strangers = {}
         self.trying: set[object] = set()
@@ -213,7 +214,7 @@ class MemoryStore(InMemory):
     def _renew_strangers(self, step: float) -> None:
         due = [(tenure, ttl + step) for tenure, ttl in list(self.strangers.items()) if ttl]
         if due and not self.ended:
-            _ = drive(tenures.renew(self.database, due, math.inf), self)
+            _ = drive(tenures.renew(self.database, due, math.inf))
 
     def pause(self, step: Sleep | Wait) -> None:
         """Wait for real only as long as that is of use; else move the clock."""
@@ -343,7 +344,7 @@ class MemoryWatchdog(Watchdog):
 
     def _send(self, batch: Renewal | Heartbeat, loop: Any) -> bool:
         if not self._process.store.ended:
-            drive(batch.steps(), batch.store)
+            drive(batch.steps())
         return True
 
     def close(self) -> None:

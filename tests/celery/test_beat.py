@@ -105,8 +105,8 @@ def leave(database: str, fence: int, **entries: tuple[float, int]) -> None:
     store = lock._store()
     now = datetime.now(UTC)
     runs = {name: ((now - timedelta(seconds=ago)).isoformat(), count) for name, (ago, count) in entries.items()}
-    assert drive(states.enter(store.database, lock.key, fence), store) is not None
-    assert drive(states.write(store.database, lock.key, fence, fence, json.dumps(runs)), store)
+    assert drive(states.enter(store.database, lock.key, fence)) is not None
+    assert drive(states.write(store.database, lock.key, fence, fence, json.dumps(runs)))
     engine.dispose()
 
 

@@ -39,7 +39,7 @@ class Desk:
         self.store: Any = beside(subject).lock("k")._store()
 
     def _do(self, steps: Steps[Any]) -> Any:
-        return drive(steps, self.store)
+        return drive(steps)
 
     def force(self, key: str, fence: int, words: str = "root: stuck") -> bool:
         done: bool = self._do(administration.force_release(self.store, key, fence, words))

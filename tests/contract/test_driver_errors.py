@@ -12,6 +12,7 @@ import pytest
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Dialect, Statement
+from tests.support.steps import NO_STORE
 from tests.support.subjects import Actor, Subject
 
 # What the server, or the driver by itself, refuses: grammar, arithmetic, a missing table and column, a broken
@@ -43,7 +44,7 @@ def sql(given: str | dict[str, str], database: str) -> str:
 def outcome(subject: Subject, actor: Actor, statement: Statement) -> BaseException | None:
     """What comes of it, through the store of that face."""
     store = subject.lock("k")._store()
-    step = Execute(statement, {"fence": HUGE} if ":fence" in statement.sql else {}, math.inf)
+    step = Execute(NO_STORE, statement, {"fence": HUGE} if ":fence" in statement.sql else {}, math.inf)
     run = store.aexecute if subject.face == "async" else store.execute
     try:
         actor.do(lambda: run(step))

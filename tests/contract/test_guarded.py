@@ -244,7 +244,7 @@ class Loss:
             return
         if self.how == "release by force":
             store = self.theirs._store()
-            assert drive(administration.force_release(store, "k", fence, "root: enough"), store)
+            assert drive(administration.force_release(store, "k", fence, "root: enough"))
         else:
             end_lease(self.database)
         self.got_in = self.theirs.acquire(blocking=False)

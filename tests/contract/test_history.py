@@ -83,7 +83,7 @@ def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
     store = store_for(observer(subject.database))
 
     def events() -> list[EventInfo]:
-        found: list[EventInfo] = drive(administration.events(store, key, 1000), store)
+        found: list[EventInfo] = drive(administration.events(store, key, 1000))
         return found[::-1]
 
     assert until(lambda: len(events()) >= count, 10), events()
@@ -128,7 +128,7 @@ def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor, monkeypat
     actor.call(lost, "acquire")
     expire(sync_protocol)
     store = lost._store()
-    assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"), store)
+    assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
     acquired, *more = written(sync_protocol, 3)
     assert sorted(event.kind for event in more) == ["forced", "lost"]
@@ -232,7 +232,7 @@ def test_it_keeps_no_lock_from_working(
     """What cannot be written is dropped, and the log says why."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        yield Sleep(0)
+        yield Sleep(protocol.lock("k")._store(), 0)
         raise LockStoreError("no such table")
 
     with monkeypatch.context() as patched:

@@ -110,7 +110,7 @@ def test_a_process_that_only_locks(request: pytest.FixtureRequest, face: str, be
         )
     assert f"session {session} of" in done.stdout, done.stderr
     store = store_for(observer("postgresql"))
-    events = drive(administration.all_events(store), store)
+    events = drive(administration.all_events(store))
     assert [(event.key, event.kind) for event in reversed(events)] == [
         ("free", "acquired"),
         ("free", "released"),

@@ -619,7 +619,7 @@ def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: A
     late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
     taken = other.do(partial(attach, either, token))
     drive = lock._drive if either.face == "sync" else lock._adrive
-    assert actor.do(lambda: drive(execute(either.protocol.dialect.detach, late))) == []
+    assert actor.do(lambda: drive(execute(lock._store(), either.protocol.dialect.detach, late))) == []
     assert other.call(taken, "verify")
     other.call(taken, "release")
 

@@ -286,8 +286,8 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
 
     def attack(steps: Any) -> Any:
         if protocol.face == "sync":
-            return actor.do(lambda: drive(steps, lock._store()))
-        return actor.do(lambda: adrive(steps, lock._store()))
+            return actor.do(lambda: drive(steps))
+        return actor.do(lambda: adrive(steps))
 
     for stranger in strangers:
         assert attack(tenures.extend(protocol.protocol, stranger, 600.0)) is None

@@ -179,8 +179,8 @@ def test_states_are_under_that_name_too(place: Place) -> None:
     metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
     store = db_lock(place.engine, "k")._store()
     enter = partial(states.enter, store.database, "k")
-    assert drive(enter(7), store) == ("", 0)
-    assert drive(states.write(store.database, "k", 7, 1, "told"), store)
+    assert drive(enter(7)) == ("", 0)
+    assert drive(states.write(store.database, "k", 7, 1, "told"))
     made = inspect(place.engine).get_columns(f"{PREFIX}lock_states", schema=place.schema)
     name = store.database.dialect.tables.name("lock_states", store.database.dialect.quote)
     with place.engine.begin() as connection:
@@ -189,7 +189,7 @@ def test_states_are_under_that_name_too(place: Place) -> None:
     printed = plain_ddl(place.database, "--prefix", PREFIX, *schema, "--states")
     apply(place.engine, printed[printed.index("CREATE TABLE IF NOT EXISTS") :])
     assert str(inspect(place.engine).get_columns(f"{PREFIX}lock_states", schema=place.schema)) == str(made)
-    assert drive(enter(8), store) == ("", 0)
+    assert drive(enter(8)) == ("", 0)
 
 
 def wait_for_it(engine: Engine, turns: list[int | None]) -> None:

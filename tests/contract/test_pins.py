@@ -37,7 +37,7 @@ def look(where: str | URL, *keys: str) -> dict[str, Pinned]:
     engine = create_engine(url(where) if isinstance(where, str) else where)
     store = store_for(engine)
     try:
-        return drive(pinned(store.database, keys), store)
+        return drive(pinned(store.database, keys))
     finally:
         engine.dispose()
 
@@ -127,7 +127,7 @@ def test_which_keys_a_survey_lists(database: str) -> None:
             f" acquired_at, {ahead} FROM locks WHERE lock_key = 'given back'",
         )
         store = store_for(observer(database))
-        rows = {row.info.key: row for row in drive(administration.survey(store), store)}
+        rows = {row.info.key: row for row in drive(administration.survey(store))}
         assert {key: row.state for key, row in rows.items()} == {
             "expired": "pinned",
             "given back": "pinned",
@@ -156,15 +156,15 @@ def test_a_survey_reads_a_few_rows_at_a_time(database: str, monkeypatch: pytest.
         monkeypatch.setattr(administration, "WINDOW", window)
         for most in (1, 2, 3, 4):
             found, after = list[str](), ""
-            while page := drive(administration.survey(store, after, most), store):
+            while page := drive(administration.survey(store, after, most)):
                 found += [row.info.key for row in page]
                 after = found[-1]
             assert found == ["b", "f", "g"], (window, most)
-        everything = drive(administration.survey(store, free=True), store)
+        everything = drive(administration.survey(store, free=True))
         assert [row.info.key for row in everything] == [*owners]
     monkeypatch.setattr(administration, "WINDOW", 1)
     asked.clear()
-    assert [row.info.key for row in drive(administration.survey(store, "a", prefix="b"), store)] == ["b"]
+    assert [row.info.key for row in drive(administration.survey(store, "a", prefix="b"))] == ["b"]
     assert asked == ["next_keys", "list_keys"] * 2, "b and c"
 
 

@@ -429,7 +429,7 @@ def test_it_is_asked_back_in_one_of_the_databases(place: Place) -> None:
     assert actor.call(lock, "acquire") is True
     for database in ("postgresql", "mariadb"):
         store = sqlalchemy_dblock.db_lock(engine("sync", database), "k")._store()
-        assert drive(administration.revoke(store, "k", actor.get(lock, "fence"), "root: deploying"), store)
+        assert drive(administration.revoke(store, "k", actor.get(lock, "fence"), "root: deploying"))
     assert until(lambda: told, 3)
     assert actor.get(lock, "revoked") == "root: deploying"
     with pytest.raises(LockRevoked, match="deploying"):

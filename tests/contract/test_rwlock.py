@@ -247,7 +247,7 @@ def test_a_downgrade_whose_answer_comes_too_late(
 
     def late(self: Sharing, tenure: Tenure) -> Steps[Grant | None]:
         grant = yield from downgrade(self, tenure)
-        yield from sleep(0.6)
+        yield from sleep(self.database.store, 0.6)
         return grant
 
     monkeypatch.setattr(Sharing, "downgrade", late)
@@ -537,11 +537,11 @@ def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> 
     info = one.call(read, "inspect")
     store = protocol.lock("k")._store()
     if protocol.face == "sync":
-        assert one.do(lambda: drive(administration.force_release(store, info.key, info.fence, "enough"), store))
+        assert one.do(lambda: drive(administration.force_release(store, info.key, info.fence, "enough")))
     else:
 
         async def free() -> bool:
-            return await adrive(administration.force_release(store, info.key, info.fence, "enough"), store)
+            return await adrive(administration.force_release(store, info.key, info.fence, "enough"))
 
         assert one.do(free)
     assert waiting.result(30) is True

@@ -54,6 +54,7 @@ from tests.statements.families import CASES
 from tests.statements.laboratory import Laboratory, statements
 from tests.support.configured import Configured, Setting, cells, configured
 from tests.support.lab import until
+from tests.support.steps import NO_STORE
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 PSYCOPG = ("psycopg",)
@@ -458,7 +459,7 @@ class Through:
         self._actor = actor
 
     def send(self, statement: Statement, given: Record) -> Any:
-        step = Execute(statement, {**REQUEST, **given}, self._store.database.now() + 5)
+        step = Execute(NO_STORE, statement, {**REQUEST, **given}, self._store.database.now() + 5)
         try:
             return [tuple(row) for row in self._actor.do(lambda: self._run(step))]
         except LockStoreError as error:

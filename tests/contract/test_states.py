@@ -33,7 +33,7 @@ class States:
         self.number = 0
 
     def enter(self, fence: int, key: str = "k") -> str | None:
-        entered = drive(states.enter(self.database, key, fence), self.store)
+        entered = drive(states.enter(self.database, key, fence))
         if entered is not None:
             self.number = max(self.number, entered.number)
         return None if entered is None else entered.state
@@ -41,7 +41,7 @@ class States:
     def write(self, fence: int, state: str, key: str = "k", number: int | None = None) -> bool:
         if number is None:
             self.number = number = self.number + 1
-        return drive(states.write(self.database, key, fence, number, state), self.store)
+        return drive(states.write(self.database, key, fence, number, state))
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_a_lost_answer_is_no_refusal(over: States, monkeypatch: pytest.MonkeyPat
     lost = list[str]()
     real = steps.execute
 
-    def execute(statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
-        rows = yield Execute(statement, parameters, until, location)
+    def execute(store: Any, statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
+        rows = yield Execute(store, statement, parameters, until, location)
         if statement.name not in lost:
             lost.append(statement.name)
             raise StoreUnanswered("lost")
@@ -163,9 +163,9 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
     )
     engine = create_engine("mysql+pymysql://", creator=connect)
     store = db_lock(engine, "k")._store()
-    assert drive(states.enter(store.database, "k", 7), store) == ("", 0)
+    assert drive(states.enter(store.database, "k", 7)) == ("", 0)
     for number in (1, 1, 2):
-        assert drive(states.write(store.database, "k", 7, number, "same"), store)
+        assert drive(states.write(store.database, "k", 7, number, "same"))
     engine.dispose()
 
 
@@ -173,10 +173,10 @@ def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest
     """And not that there is none, which is what made it try."""
     real = steps.execute
 
-    def execute(statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
+    def execute(store: Any, statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
         if statement.name == "make_states":
             raise LockStoreError("you may not")
-        return (yield from real(statement, parameters, until, location))
+        return (yield from real(store, statement, parameters, until, location))
 
     monkeypatch.setattr(sending, "execute", execute)
     with pytest.raises(LockStoreError, match="you may not"):

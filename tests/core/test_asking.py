@@ -32,6 +32,8 @@ class Store:
     def execute(self, step: Any) -> Any:
         raise NotImplementedError
 
+    aexecute = apause = execute
+
     def pause(self, step: Sleep | Wait) -> None:
         if isinstance(step, Wait):
             step.wakeup.wait(step.seconds)
@@ -92,7 +94,7 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
 
     def steps() -> Steps[None]:
         try:
-            yield from wait(60, Wakeup())
+            yield from wait(Store(), 60, Wakeup())
         except Left:
             said.append("interrupted")
             raise
@@ -107,7 +109,7 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
 def drive(steps: Steps[Any]) -> None:
     for step in steps:
         assert isinstance(step, Sleep | Wait)
-        Store().pause(step)
+        step.store.pause(step)
 
 
 def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
@@ -116,7 +118,7 @@ def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> 
 
     def slow() -> Steps[str]:
         while not open_again.is_set():
-            yield from sleep(0.001)
+            yield from sleep(store, 0.001)
         return "late"
 
     def quick() -> Steps[str]:
@@ -149,7 +151,7 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
     assert isinstance(found.error, StoreUnanswered)
     assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
     began = time.monotonic()
-    waiting = ask(store, (sleep(30)), [], wakeup)
+    waiting = ask(store, (sleep(store, 30)), [], wakeup)
     asks.begin_ask(waiting)
     drive(asks.gather([waiting], 5, wakeup, enough=lambda: True))
     assert time.monotonic() - began < 4
@@ -166,7 +168,7 @@ def test_a_database_that_is_asked_again_says_why_it_failed(asks: Asks) -> None:
 
     drive(asks.gather([asks.ask(ask(store, fails(), [], wakeup))], 5, wakeup))
     assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
-    slow = asks.ask(ask(store, sleep(30), [], wakeup))
+    slow = asks.ask(ask(store, sleep(store, 30), [], wakeup))
     drive(asks.gather([slow], 0.05, wakeup))
     refused = asks.ask(ask(store, at_once(), [], wakeup))
     assert str(refused.error) == "is being asked again, after: the disk is full"
@@ -247,7 +249,7 @@ def test_a_silent_database_is_waited_for_until_the_time_is_up(asks: Asks) -> Non
     """However long the limit of one answer is; one that has answered before has its limit."""
     wakeup, store = Wakeup(), Store()
     for prompt in (False, True):
-        waiting = ask(store, sleep(30), [], wakeup)
+        waiting = ask(store, sleep(store, 30), [], wakeup)
         waiting.prompt = prompt
         began = time.monotonic()
         drive(asks.gather([waiting], 0.4, wakeup, silent_until=clock.now() + 0.05))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ class Place(FakeStore):
     def __init__(self, plan: Plan) -> None:
         self.world = World()
         super().__init__(lambda: self.world.time)
-        self.database = self.world.database()
+        self.database = replace(self.world.database(), runner=weakref.ref(self))
         self.plan, self.steps = plan, list[str]()
         self.pinned = self.committed = self.taken = False
 
@@ -99,7 +101,7 @@ class Lock(FakeLock):
         place = self.store
         hold.record.guarded = True
         pinned = place.step("pin", place.keep_others_out)
-        drive(operations.guarded(self, hold, pinned), place)
+        drive(operations.guarded(self, hold, pinned))
 
 
 class Block(Guarded[Place]):

@@ -27,6 +27,7 @@ from tests.conftest import timed
 from tests.support.explore import TTL, Explored, Flow, House, Small, explore
 from tests.support.lab import LONG
 from tests.support.model import UNREPLICATED, Interrupted, World, lost_after, play, wish
+from tests.support.steps import NO_STORE
 
 SECRET = "token-1"
 QUEUED = 10.0
@@ -68,12 +69,12 @@ class Sender(Flow):
         token = found.tenure._replace(owner=SECRET)
         if world.in_advance:
             world.publish(token)
-        yield Sleep(0.0)
+        yield Sleep(NO_STORE, 0.0)
         self.grant = None  # whoever detaches works no more
         detached = yield from tenures.detach(self.house.site.database, found.tenure, SECRET, QUEUED)
         if detached and not world.in_advance:
             world.publish(token)
-        yield Sleep(0.0)
+        yield Sleep(NO_STORE, 0.0)
 
     @property
     def world(self) -> Tokens:
@@ -100,10 +101,10 @@ class Bearer(Sender):
             try:
                 attached = yield from tenures.attach(database, token, owner, request.parameters(token.owner))
             except LockTimeout:  # keys are closed
-                yield Sleep(QUARANTINE)
+                yield Sleep(NO_STORE, QUARANTINE)
                 continue
             except LockStoreError:
-                yield Sleep(TTL + 1.0)
+                yield Sleep(NO_STORE, TTL + 1.0)
                 continue
             except Interrupted:
                 self.breakable = False
@@ -114,7 +115,7 @@ class Bearer(Sender):
                 self.grant = attached
                 break
             if attached.reason is Reason.USED:  # or not detached yet
-                yield Sleep(pause)
+                yield Sleep(NO_STORE, pause)
                 pause = TTL + 1.0
                 continue
             found = yield from acquiring.acquire(site, request, 0.0, lambda: self.house)
@@ -123,7 +124,7 @@ class Bearer(Sender):
             self.grant = found
         self.breakable = False
         grant = self.grant
-        yield Sleep(0.0)
+        yield Sleep(NO_STORE, 0.0)
         self.grant, self.breakable = None, True
         _ = yield from handover.free(site, HandoverRecord(grant.tenure))
 

@@ -19,6 +19,7 @@ from dblock.core.observing.observers import Observers
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import history
 from dblock.operating.history import Histories, History
+from tests.support.steps import NO_STORE
 
 WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p"}
 
@@ -43,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     sent: list[tuple[str, Any]] = []
 
     def ask(_: Any, name: str, given: Any, **__: Any) -> Any:
-        yield Sleep(0)
+        yield Sleep(NO_STORE, 0)
         sent.append((name, given))
 
     monkeypatch.setattr(history, "ask", ask)
@@ -161,7 +162,7 @@ def test_what_cannot_be_trimmed_is_not_filled(monkeypatch: pytest.MonkeyPatch) -
     noting, store, written = History(), made(), list[str]()
 
     def ask(_: Any, name: str, *__: Any, **___: Any) -> Any:
-        yield Sleep(0)
+        yield Sleep(NO_STORE, 0)
         written.append(name)
         if name == "trim":
             raise LockStoreError("DELETE command denied")
@@ -212,7 +213,7 @@ def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog
     noting, store, failing = History(), made(), [True, True, False, True]
 
     def ask(*_: Any, **__: Any) -> Any:
-        yield Sleep(0)
+        yield Sleep(NO_STORE, 0)
         if failing.pop(0):
             raise LockStoreError("no such table")
 

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,7 @@ class FakeStore:
     pin: Statement | None = None
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
-        self.database = Database(DIALECTS["postgresql"], now)
+        self.database = Database(weakref.ref(self), DIALECTS["postgresql"], now)
         self.answers: dict[str, Callable[[Execute], Rows]] = {}
         self.sent: list[str] = []
 
@@ -521,7 +522,7 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     _ = hold.exchange(Grant(Tenure("k_1", "reader", 8), now, 30))
     until = hold.lease.trusted_until
     time.sleep(0.01)
-    drive(renewal.steps(), store)
+    drive(renewal.steps())
     assert store.sent == ["renew"]
     assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
 
@@ -541,7 +542,7 @@ def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStor
             forget(hold)
         hold.entries = []
         store.sent.clear()
-        assert drive(leave(hold), store) is flow_first
+        assert drive(leave(hold)) is flow_first
         assert store.sent == ["release"] * flow_first
         assert (hold.lease.loss is None) is flow_first
 
@@ -658,7 +659,7 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     renewal = Renewal(store, [hold], runtime.current.watchdog)
     _ = lock.detach()
     store.answers |= {"renew": lambda _: [], "alive": lambda _: []}
-    drive(renewal.steps(), store)
+    drive(renewal.steps())
     assert hold.lease.loss is None
     assert not hold.loss_reported
     assert not lost
@@ -1092,7 +1093,7 @@ def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) ->
     [hold] = current_flow().holds.values()
     store.answers["alive"] = lambda _: [(*hold.tenure, "root: please")]
     before = hold.lease.renewed
-    drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
+    drive(Renewal(store, [hold], runtime.current.watchdog).steps())
     assert not_notified == [1, 0]
     assert hold.revoked == "root: please"
     assert hold.lease.renewed > before
@@ -1111,7 +1112,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
     store.answers["renew"] = busy
     grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
     hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
-    drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
+    drive(Renewal(store, [hold], runtime.current.watchdog).steps())
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
 
@@ -1129,7 +1130,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     store.answers["extend"] = cut
     with pytest.raises(LockStoreError):
         lock.extend(60)
-    drive(batches[0].steps(), store)
+    drive(batches[0].steps())
     assert lock.remaining <= 2.7
     assert hold.lease.ttl == 3
     lock.release()

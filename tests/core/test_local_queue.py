@@ -27,6 +27,7 @@ from dblock.core.wakeup.registry import Wakeup, Wakeups
 from tests.conftest import timed
 from tests.core.test_queue import HOUR, Kept
 from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
+from tests.support.steps import NO_STORE
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Flow:
             holding.add(self.name)
             self.log.append((self.name, found))
             if chance.random() < 0.7:
-                yield Sleep(chance.choice((0.001, 0.05, 0.3)))
+                yield Sleep(NO_STORE, chance.choice((0.001, 0.05, 0.3)))
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
@@ -105,7 +106,7 @@ class Flow:
             finally:
                 self.interruptible = False
             if chance.random() < 0.5:
-                yield Sleep(chance.choice((0.001, 0.1)))
+                yield Sleep(NO_STORE, chance.choice((0.001, 0.1)))
 
     def ready(self) -> bool:
         notified = self.wakeup is not None and self.wakeup.notified()
@@ -232,7 +233,7 @@ def begun(world: World, steps: Steps[Any], name: str) -> Execute:
     reply: Any = None
     while not isinstance(step := steps.send(reply), Execute) or step.statement.name != name:
         if isinstance(step, Wait) and step.seconds and name == "wait":
-            return Execute(None, {})  # type: ignore[arg-type]
+            return Execute(NO_STORE, None, {})  # type: ignore[arg-type]
         reply = None
         if isinstance(step, Execute):
             reply = world.execute(step)
@@ -461,7 +462,7 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     assert cast("Execute", heir.send(None)).statement.name == "queue_status"
     world.rows["k"]["expires_at"] = world.time + 60
     leaving = heir.send(
-        world.execute(Execute(world.dialect.queue.queue_status, {"key": "k", "owner": "", "ticket": 0}))
+        world.execute(Execute(NO_STORE, world.dialect.queue.queue_status, {"key": "k", "owner": "", "ticket": 0}))
     )
     assert cast("Execute", leaving).statement.name == "leave_queue"
     assert play(world, holder, {}, world.execute(relay)) is True

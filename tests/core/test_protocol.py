@@ -34,6 +34,7 @@ from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin
 from dblock.core.wakeup.registry import Wakeup
 from tests.support.model import Interrupted, World, lost_after, play, raising, wish
+from tests.support.steps import NO_STORE, no_store
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Worker:
             if not isinstance(found, Grant):
                 continue
             self.believes = found
-            yield Sleep(self.chance.choice((0.0, 0.3, 3.0)))
+            yield Sleep(NO_STORE, self.chance.choice((0.0, 0.3, 3.0)))
             if self.chance.random() < 0.3 and self.trusts():
                 extended = yield from tenures.extend(database, found.tenure, ttl)
                 self.believes = extended
@@ -372,7 +373,7 @@ def test_the_owner_token_is_shown_by_nothing() -> None:
 def test_a_question_is_not_urgent(dialect: Dialect) -> None:
     """Who only asks for a row stands in the line of connections; who is in the midst of an attempt goes before."""
     priority = []
-    for steps in (tenures.inspect(Database(dialect), "k"), tenures.look(Database(dialect), "k")):
+    for steps in (tenures.inspect(Database(no_store, dialect), "k"), tenures.look(Database(no_store, dialect), "k")):
         step = next(steps)
         assert isinstance(step, Execute)
         priority.append(step.statement.priority)

@@ -36,6 +36,7 @@ from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
 from tests.support.lab import until
 from tests.support.model import World, lost_after, play, raising, wish
+from tests.support.steps import NO_STORE
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -78,11 +79,11 @@ class Flow:
             self.holding = True
             log.append((self.name, grant.ticket))
             if self.chance.random() < 0.5:
-                yield Sleep(self.chance.choice((0.001, 0.1)))
+                yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
             self.holding = False
             assert (yield from handover.release(site, HandoverRecord.of(grant)))
             if self.chance.random() < 0.5:
-                yield Sleep(self.chance.choice((0.001, 0.1)))
+                yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
 
     def ready(self) -> bool:
         return not self.done and (self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup.notified()))
@@ -397,7 +398,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
 
     def served(step: Execute) -> Rows:
         joined.append(world.execute(step))
-        _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
+        _ = world.execute(Execute(NO_STORE, world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
     waits = acquiring.acquire(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called)

@@ -11,6 +11,7 @@ from dblock.core.protocol.reaping import Reaped, reap
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Step
 from dblock.core.statements import DIALECTS
+from tests.support.steps import NO_STORE, no_store
 
 PAGES = {"": [("a", 1), ("b", 0), ("é", 1), ("d", 1)], "d": [("e", 0)], "e": [("f", 1)], "f": []}
 
@@ -29,7 +30,7 @@ def play(locked: str, took: float = 0.0625) -> tuple[Reaped, list[list[str]]]:
         sent.append(json.loads(str(step.parameters["names"])))
         return StoreBusy("locked") if locked in sent[-1] else [()] * len(sent[-1])
 
-    steps = reap(Database(DIALECTS["mariadb"], now=lambda: time[0]), 3600)
+    steps = reap(Database(no_store, DIALECTS["mariadb"], now=lambda: time[0]), 3600)
     worked, reply = 0.0, None
     while True:
         try:
@@ -38,7 +39,7 @@ def play(locked: str, took: float = 0.0625) -> tuple[Reaped, list[list[str]]]:
             result: Reaped = done.value
             return result, sent
         if isinstance(step, Sleep):
-            assert step == Sleep(min(9 * worked, 1.0))
+            assert step == Sleep(NO_STORE, min(9 * worked, 1.0))
             worked = 0.0
         else:
             assert isinstance(step, Execute)

@@ -49,7 +49,7 @@ class ModelStore:
 
     def __init__(self, world: World, mutex: threading.Lock) -> None:
         self._world, self._mutex = world, mutex
-        self.database = Database(world.dialect, own_timing=Timing(**SELDOM).checked())
+        self.database = Database(weakref.ref(self), world.dialect, own_timing=Timing(**SELDOM).checked())
 
     def execute(self, step: Execute) -> Rows:
         with self._mutex:
@@ -93,7 +93,7 @@ def test_two_processes_in_one() -> None:
             assert (yield from handover.pass_on(site, HandoverRecord.of(found)))
 
     threads = [
-        threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))
+        threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s)))
         for n, (p, s) in enumerate(list(zip(processes, stores, strict=True)) * 3)
     ]
     for thread in threads:

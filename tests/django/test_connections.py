@@ -32,6 +32,7 @@ from dblock.core.statements.base import Reply, Statement, on_server
 from dblock.store import DjangoStore, store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
 from tests.support.pages import ROOT
+from tests.support.steps import NO_STORE
 
 EXCLUSIVELY = ("IN ACCESS EXCLUSIVE MODE", "WRITE")
 
@@ -356,7 +357,7 @@ def test_a_statement_for_the_database_that_the_alias_had(
     monkeypatch.setitem(connections.settings["default"], "OPTIONS", {})
     store = DjangoStore("default")
     insert = Statement("insert", "INSERT INTO seen VALUES ('x')", Reply.COUNT)
-    step, take = Execute(insert, {}, location=store.location), store._source.take
+    step, take = Execute(NO_STORE, insert, {}, location=store.location), store._source.take
 
     def run_step() -> None:
         try:

@@ -333,7 +333,7 @@ def test_rows_of_the_protocols_own_are_not_shown(site: Site) -> None:
         Lock.objects.using(site.alias).create(lock_key=key, **columns)
     assert r"\x1f" not in page(site.user("view_lock"), LIST)
     store = store_for(site.alias)
-    assert [row.info.key for row in drive(administration.survey(store, free=True), store)] == ["k"]
+    assert [row.info.key for row in drive(administration.survey(store, free=True))] == ["k"]
 
 
 def test_a_key_that_a_transaction_pins(site: Site) -> None:

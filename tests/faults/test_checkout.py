@@ -91,7 +91,7 @@ class Shop:
         """End the tenure of whoever holds the item, as an administrator does."""
         [fence] = self.ask("SELECT fence FROM locks WHERE lock_key = :key", key=f"stock:{sku}")
         store = db_lock(self.engine, "any")._store()
-        assert drive(force_release(store, f"stock:{sku}", fence, "the test"), store)
+        assert drive(force_release(store, f"stock:{sku}", fence, "the test"))
 
 
 class Customer:

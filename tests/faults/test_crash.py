@@ -115,20 +115,20 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
             engine.dispose()
             server.stop(signal.SIGKILL)
             server.start()
-            _ = drive(epoch.read(store.database, now() + 20), store)  # the first who finds a free key closed does it
+            _ = drive(epoch.read(store.database, now() + 20))  # the first who finds a free key closed does it
             with engine.connect() as connection:
                 [row] = connection.execute(text(statement))
                 return row
 
         request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-        joined = drive(queue.join(store.database, request.parameters("heir"), now() + 5), store)
+        joined = drive(queue.join(store.database, request.parameters("heir"), now() + 5))
         assert joined is not None
         place, ends = joined[0], "SELECT expires_at FROM lock_waiters"
         with engine.connect() as connection:
             [(end,)] = connection.execute(text(ends))
         sent = place.sent
         time.sleep(0.3)
-        drive(queue.heartbeat(store.database, [place], now() + 5), store)
+        drive(queue.heartbeat(store.database, [place], now() + 5))
         assert place.sent >= sent + 0.3
         [kept] = crash(ends)
         assert (kept - end).total_seconds() >= 0.29, "the place ends when its waiter believes"
@@ -137,7 +137,7 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         with engine.begin() as connection:  # what is handed over does not cover it
             connection.execute(text("UPDATE locks SET fence = fence + 600000000"))
         hold.tenure = hold.tenure._replace(fence=hold.tenure.fence + 600_000_000)
-        granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+        granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
         assert granted is not None
         assert granted[1].lasts == 0
         owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
@@ -164,9 +164,9 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             store, hold = lock._store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-            joined = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
+            joined = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))
             assert joined is not None
-            granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+            granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
             assert granted is not None
             hold.record.handed_over = True
             grant = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
@@ -182,7 +182,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             with engine.connect() as connection:
                 [(owner, fence)] = connection.execute(text("SELECT owner, fence FROM locks"))
             assert (owner, fence) == (hold.tenure.owner, hold.tenure.fence), "the hand-over was taken back"
-            why = drive(tenures.why_lost(store.database, grant.tenure), store)
+            why = drive(tenures.why_lost(store.database, grant.tenure))
             assert why == Loss(Reason.GONE)
         assert other.acquire(blocking=False) is False, "who has handed it over frees it no more"
         with other:
@@ -240,15 +240,15 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             store, hold = lock._store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-            _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
-            granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+            _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))
+            granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
             assert granted is not None
             assert granted[1].lasts == 0
             hold.record.handed_over = True
             next_ = request.parameters("next", f"{there}.1")
-            _ = drive(queue.join(store.database, next_, store.database.now() + 5), store)
+            _ = drive(queue.join(store.database, next_, store.database.now() + 5))
             tenure = Tenure("k", "heir", granted[1].fence)
-            assert drive(queue.grant(store.database, "k", 2, tenure, here="here"), store) is not None
+            assert drive(queue.grant(store.database, "k", 2, tenure, here="here")) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = Message.read(called.payload)
             assert message is not None
@@ -259,7 +259,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             given = {**request.parameters(hold.tenure.owner), **hold.tenure._asdict(), "heir": "heir"}
             given |= {"handovers_left": 0, "covers": 1}
             statement = store.database.dialect.queue.hand_over_local
-            [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5), store)[1]
+            [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5))[1]
             assert lasts == 0
             hold.record.handed_over = True
         engine.dispose()

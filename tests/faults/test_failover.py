@@ -58,11 +58,11 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
         with pytest.raises(LockTimeout, match=r"promoted \d+ s ago: keys open in \d s"), db_lock(new, "k", timeout=0.5):
             pass
         # What is in the table is renewed and given back; what is not is lost.
-        assert drive(tenures.renew(database, [(holds["known"].tenure, 60)], clock.now() + 5), store)[1] is None
-        assert drive(tenures.release(database, holds["known"].tenure, 1), store).in_time
+        assert drive(tenures.renew(database, [(holds["known"].tenure, 60)], clock.now() + 5))[1] is None
+        assert drive(tenures.release(database, holds["known"].tenure, 1)).in_time
         for key in lost:
-            assert drive(tenures.renew(database, [(holds[key].tenure, 9.0)], clock.now() + 5), store)[1] == {}
-            assert drive(tenures.why_lost(database, holds[key].tenure), store) == Loss(Reason.GONE)
+            assert drive(tenures.renew(database, [(holds[key].tenure, 9.0)], clock.now() + 5))[1] == {}
+            assert drive(tenures.why_lost(database, holds[key].tenure)) == Loss(Reason.GONE)
         for key, waiter in waiting.items():
             began, fence = waiter.result(60)
             assert began >= begun + (5.0 if key == "again" else QUARANTINE) - 0.1
@@ -70,7 +70,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
                 assert began >= holds[key].lease.trusted_until, key
                 assert fence > holds[key].tenure.fence + 2_000_000, "above all, were the old clock two seconds ahead"
         assert db_lock(new, "known").acquire(blocking=False) is False, "somebody may have it for a minute"
-        assert drive(epoch.end(database, clock.now() + 5), store)
+        assert drive(epoch.end(database, clock.now() + 5))
         with db_lock(new, "known", timeout=0):
             pass
         for hold in holds.values():

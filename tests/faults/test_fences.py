@@ -119,7 +119,7 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
         "release later": lambda: tenures.release(database, tenure, 900.0),
         "verify": lambda: tenures.verify(database, tenure),
     }
-    answers = {name: drive(step(), store) for name, step in steps.items()}
+    answers = {name: drive(step()) for name, step in steps.items()}
     answers["renew"], answers["attach"] = answers["renew"][1], type(answers["attach"])
     return answers
 
@@ -179,7 +179,7 @@ def test_wrong_names_have_no_effect(subject: Subject) -> None:
             assert attempts(lock._store(), each) == NOTHING, each
     assert (subject.row("k"), subject.row("K")) == before
     mixed = [(each, 900.0) for each in forged] + [(tenure, 90.0)]
-    drive(tenures.renew(lock._store().database, mixed, now() + 5), lock._store())
+    drive(tenures.renew(lock._store().database, mixed, now() + 5))
     assert subject.row("k")["expires_at"] > before[0]["expires_at"]
     assert {**subject.row("k"), "expires_at": 0} == {**before[0], "expires_at": 0}
     assert subject.row("K") == before[1]
@@ -195,7 +195,7 @@ def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
     assert lock.acquire()
     tenure, store = hold_of(lock).tenure, lock._store()
     old = tenure._replace(owner="somebody's", fence=tenure.fence - 1)
-    _, living = drive(tenures.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5), store)
+    _, living = drive(tenures.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5))
     assert living == {tenure: None}
     lock.release()
 

@@ -104,7 +104,7 @@ def five(servers: list[Member]) -> Iterator[list[Engine]]:
         each.run("DELETE FROM locks")
         each.run("DELETE FROM lock_waiters")
         store = db_lock(each.direct, "any")._store()
-        _ = drive(protocol.standing(store.database, TTL, store.database.now() + 5), store)
+        _ = drive(protocol.standing(store.database, TTL, store.database.now() + 5))
         each.run(f"UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = '{SERVER}'")
     yield [each.engine for each in servers]
     assert until(lambda: not the_asks().busy, 20)

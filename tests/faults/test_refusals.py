@@ -148,11 +148,9 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
     if name == "alive":  # a renewal finds that one of two is over
         hold = hold_of(lock)
         leases = [(hold.tenure, 20.0), (hold.tenure._replace(key="nobody's"), 20.0)]
-        return drive(tenures.renew(store.database, leases, store.database.now() + patience), store)
+        return drive(tenures.renew(store.database, leases, store.database.now() + patience))
     if name == "renew":
-        return drive(
-            tenures.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + patience), store
-        )
+        return drive(tenures.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + patience))
     if name in {"attach", "detach"}:
         tenure = hold_of(lock).tenure
         wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": "", "ttl": 20.0}
@@ -160,7 +158,7 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
             "attach": lambda: tenures.attach(store.database, tenure, "heir", {**wish, "life": 20.0}),
             "detach": lambda: tenures.detach(store.database, tenure, "token", 20.0),
         }
-        return drive(steps[name](), store)
+        return drive(steps[name]())
     return {"set_count": lock.acquire, "extend": lock.extend, "release": lock.release, "inspect": lock.verify}[name]()
 
 
@@ -278,7 +276,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         assert grant is not None
         return (yield from handover.free(site, HandoverRecord.of(grant)))
 
-    return drive(steps(), store)
+    return drive(steps())
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)

@@ -37,6 +37,7 @@ from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, SELDOM, SERVERS, observer, ready, run, timed, url
 from tests.contract.test_queue import waiters
 from tests.support.lab import LONG, SOME, Remote, threads, times, until
+from tests.support.steps import NO_STORE
 from tests.support.subjects import MATRIX, Actor, Subject
 
 ROUNDS = times(3, 20)
@@ -150,8 +151,8 @@ def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) 
         connection.execute(f"LISTEN {THERE}")
         with subject.lock("k", renew=False) as lock:
             store, hold = lock._store(), lock._hold()
-            _ = drive(queue.join(store.database, asked, store.database.now() + 5), store)
-            assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here"), store) is not None
+            _ = drive(queue.join(store.database, asked, store.database.now() + 5))
+            assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here")) is not None
             hold.record.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
     message = Message.read(called.payload)
@@ -281,7 +282,7 @@ def slow(database: str) -> object:
 
 def run_call(store: Any, channel: str) -> None:
     """Notify the process that listens there."""
-    _ = store.execute(Execute(store.database.dialect.queue.call, {"channel": channel}))
+    _ = store.execute(Execute(NO_STORE, store.database.dialect.queue.call, {"channel": channel}))
 
 
 @pytest.mark.parametrize("database", INNODB)

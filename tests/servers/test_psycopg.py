@@ -19,6 +19,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
 from tests.servers.test_fork import in_child
+from tests.support.steps import NO_STORE
 
 pytestmark = pytest.mark.direct
 
@@ -62,10 +63,10 @@ def test_an_interrupted_take_has_ended_on_the_server(engine: Engine) -> None:
 def test_the_server_says_why_it_ends_a_session(engine: Engine) -> None:
     """And not only that the connection is gone."""
     store = store_for(engine)
-    step = Execute(store.database.dialect.inspect, {"key": "k"})
+    step = Execute(NO_STORE, store.database.dialect.inspect, {"key": "k"})
     for _ in range(8):
         store.execute(step)
-    [[session]] = store.execute(Execute(Statement("session", "SELECT pg_backend_pid()", Reply.ROWS), {}))
+    [[session]] = store.execute(Execute(NO_STORE, Statement("session", "SELECT pg_backend_pid()", Reply.ROWS), {}))
     with engine.connect() as other:
         other.execute(text("SELECT pg_terminate_backend(:session)"), {"session": session})
     with pytest.raises(StoreUnanswered, match="terminating connection due to administrator command"):

@@ -20,6 +20,7 @@ from dblock.drivers.sessions import set_up
 from dblock.operating.statements import vocabulary
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
+from tests.support.steps import NO_STORE
 
 LISTED: Final = 20
 """How many rows a statement names that takes a list."""
@@ -193,7 +194,7 @@ class Prepared(Counting):
 
     def ask(self, statement: Statement, parameters: Record) -> list[Any]:
         """As the lock does it."""
-        return list(self._runner.execute(Execute(statement, parameters)))
+        return list(self._runner.execute(Execute(NO_STORE, statement, parameters)))
 
 
 class Growing(Laboratory):

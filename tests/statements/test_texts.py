@@ -28,6 +28,7 @@ from dblock.core.statements.base import Statement, on_server, rendered
 from dblock.majority.statements import QUORUM
 from tests.conftest import ALIASES, INNODB, ready, run, url
 from tests.statements.laboratory import named, statements
+from tests.support.steps import NO_STORE
 from tests.support.subjects import LONG, MATRIX, Actor, Subject
 
 TEXTS: Final = (
@@ -210,16 +211,16 @@ def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> Non
     run_one = store.execute if subject.face == "sync" else store.aexecute
     witness = _parameters("witness", "someone")
     dialect = store.database.dialect
-    assert actor.do(partial(run_one, Execute(dialect.create, witness)))
+    assert actor.do(partial(run_one, Execute(NO_STORE, dialect.create, witness)))
     everything = statements(dialect) | {each.name: each for each in STATES[dialect.name]}
-    _ = actor.do(partial(run_one, Execute(everything.pop("make_states"), {})))
+    _ = actor.do(partial(run_one, Execute(NO_STORE, everything.pop("make_states"), {})))
     left_out = {"pin"}  # it runs in the caller's transaction: see below
     if dialect.queue.call is not None:
         left_out |= {"call", "listen"}  # they name a session and no text: see `tests.servers.test_listener`
     try:
         for number, text in enumerate(TEXTS):
             for name in sorted(everything.keys() - left_out)[number % SHARE :: SHARE]:
-                _ = actor.do(partial(run_one, Execute(everything[name], _parameters(text, text))))
+                _ = actor.do(partial(run_one, Execute(NO_STORE, everything[name], _parameters(text, text))))
             run(subject.database, "DELETE FROM locks WHERE lock_key <> 'witness'")
             run(subject.database, "DELETE FROM lock_waiters")
     finally:
@@ -234,7 +235,7 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
     dialect = store.database.dialect
 
     def rows(name: str, **given: Any) -> list[tuple[Any, ...]]:
-        step = Execute(named(dialect, name), {**_parameters(text, text), **given})
+        step = Execute(NO_STORE, named(dialect, name), {**_parameters(text, text), **given})
         return [tuple(row) for row in actor.do(partial(run_one, step))]
 
     for text in TEXTS:

@@ -40,6 +40,7 @@ from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import UNREPLICATED, Interrupted, Post, World, copied, wish
+from tests.support.steps import no_store
 
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
@@ -226,7 +227,7 @@ class Small(World):
     def database(self) -> Database:
         if not hasattr(self, "_database"):
             quarantine = 0.0 if SWITCH in self.kinds else QUARANTINE
-            self._database = Database(self.dialect, now=lambda: self.time, quarantine=lambda: quarantine)
+            self._database = Database(no_store, self.dialect, now=lambda: self.time, quarantine=lambda: quarantine)
         return self._database
 
     @property

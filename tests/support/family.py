@@ -34,6 +34,7 @@ from dblock.core.statements.sqlite import SQL
 from dblock.core.values import SHARE, Grant, KeyKind
 from tests.support.explore import _CONSTANT, SNAPSHOTS, TTL, Choice, Flow, House, Small
 from tests.support.model import UNREPLICATED, Interrupted, copied, wish
+from tests.support.steps import NO_STORE
 
 FIRST = datetime(2000, 1, 1)
 """Where the clock of a world begins, for SQLite."""
@@ -116,7 +117,7 @@ class Member(Flow):
             return
         self._believe(found if isinstance(found, list) else [found])
         if self.does not in "gG" or (yield from self._guard()):
-            yield Sleep(self.holds)
+            yield Sleep(NO_STORE, self.holds)
         self._end_transaction()
         if self.does in "RW":
             yield from self._renew()
@@ -129,7 +130,9 @@ class Member(Flow):
     def _guard(self) -> Steps[bool]:
         """Pin what it has, and look whether it still has that, as `dblock.core.lock.operations.guarded` does."""
         [tenure] = [grant.tenure for grant in self.grants]
-        _ = yield Execute(POSTGRESQL.pin, {"key": tenure.key, "fence": tenure.fence, "flow": self.name}, math.inf)
+        _ = yield Execute(
+            NO_STORE, POSTGRESQL.pin, {"key": tenure.key, "fence": tenure.fence, "flow": self.name}, math.inf
+        )
         self.breakable = True
         with contextlib.suppress(LockStoreError, Interrupted):  # the transaction is rolled back
             self.guards = yield from tenures.verify(self.house.site.database, tenure)
@@ -669,8 +672,8 @@ def _furnish(world: Family, kind: KeyKind, permits: int) -> None:
     slots = [slot_key("k", slot) for slot in range(permits)] if kind is KeyKind.SEMAPHORE else []
     for key in ["j", "k"] if kind is KeyKind.LOCK else ["k", *slots]:
         request = wish(key, flow="9.")._replace(kind=int(kind))
-        [(fence,)] = world.execute(Execute(world.dialect.create, request.parameters("9.0")))
+        [(fence,)] = world.execute(Execute(NO_STORE, world.dialect.create, request.parameters("9.0")))
         ending = {"key": key, "owner": "9.0", "fence": fence, "min_hold": 0.0}
-        _ = world.execute(Execute(world.dialect.release, ending))
+        _ = world.execute(Execute(NO_STORE, world.dialect.release, ending))
     world.time += 0.5
     world.begun = world.time

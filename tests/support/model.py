@@ -22,6 +22,7 @@ from dblock.core.statements.base import Dialect
 from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
+from tests.support.steps import no_store
 
 
 class Post:
@@ -103,7 +104,7 @@ class World:
         return int(self.time * 1_000_000)
 
     def database(self) -> Database:
-        return Database(self.dialect, now=lambda: self.time)
+        return Database(no_store, self.dialect, now=lambda: self.time)
 
     def site(self) -> Site:
         """The table as a flow sees it that shares nothing with others but being woken."""

@@ -794,7 +794,7 @@ def forced(world: World, chance: random.Random) -> None:
             key, fence = chance.choice(found)
             store = db_lock(member.engine, "any")._store()
             with contextlib.suppress(DBAPIError, LockError):
-                _ = drive(force_release(store, key, fence, "the nemesis"), store)
+                _ = drive(force_release(store, key, fence, "the nemesis"))
             name = f"{member.database}/{key.split(SHARE)[0]}"
             world.events.append(Operation("force", name, "nemesis", begin, clock.now(), fence=fence))
 

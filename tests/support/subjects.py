@@ -25,6 +25,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.statements import DIALECTS
 from tests.conftest import ALIASES, INNODB, run, url
 from tests.support.eager import EAGER, eager_task_factory
+from tests.support.steps import no_store
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Subject:
 
     @property
     def protocol(self) -> Database:
-        return Database(DIALECTS[self.database])
+        return Database(no_store, DIALECTS[self.database])
 
     def method(self, name: str) -> str:
         """How a method is called on this face."""

@@ -140,7 +140,8 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
             waiter.enter(holder)
             return None
         if tries > 1 or not answered:
-            yield from sleep(min(max(next(growing), min(closed, timing.poll_max)), max(until - now(), 0.0)))
+            pause = max(next(growing), min(closed, timing.poll_max))
+            yield from sleep(database.store, min(pause, max(until - now(), 0.0)))
 
 
 def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool]]:

@@ -206,7 +206,7 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
             if pause and now() + pause > until:
                 return
             if pause:
-                yield from sleep(pause)
+                yield from sleep(site.database.store, pause)
             info = yield from tenures.look(site.database, key, until)
             if info is None or info.owner != owner:
                 continue
@@ -231,7 +231,7 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
     # The server may still be executing a grant at first.
     for pause in (0.0, 3 * database.timing.settle) if deleted < len(places) else (0.0,):
         if pause:
-            yield from sleep(pause)
+            yield from sleep(database.store, pause)
         for owner, key in places:
             if database.now() >= until:
                 return

@@ -150,7 +150,7 @@ class Sharing:
         left = self.until - self.database.now()
         if self.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
             return False
-        yield from sleep(min(pause, max(left, 0.0) / 4))
+        yield from sleep(self.database.store, min(pause, max(left, 0.0) / 4))
         return True
 
     # -- readers and writers
@@ -171,7 +171,7 @@ class Sharing:
             if grant is None:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
                 left = self.deadline - self.database.now()
                 if left > 0:
-                    yield from sleep(min(next(growing), left))
+                    yield from sleep(self.database.store, min(next(growing), left))
                     continue
                 tries += 1
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
@@ -491,7 +491,7 @@ class Sharing:
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
                 pause = min(pause, soonest, min(self.deadline, renew_at, self.slow_wait.due) - now())
-                yield from wait(max(pause, 0.0), wakeup)
+                yield from wait(self.database.store, max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()
         finally:

@@ -164,7 +164,7 @@ class Waiter:
                 if self._until_reading(left) <= 0:
                     yield from self._read_holder()
                     left = max(self.deadline - now(), 0.0)
-                yield from wait(min(pause or left, self._until_reading(left)), self.wakeup)
+                yield from wait(self.site.database.store, min(pause or left, self._until_reading(left)), self.wakeup)
                 _ = self.wakeup.consume()
                 continue
             try:
@@ -175,7 +175,7 @@ class Waiter:
                 late = isinstance(error, StoreUnanswered) and self.until - now() < self.timing.min_retry_time
                 if late and not (self.holder and error.late and self.site.database.answers()):
                     raise
-                yield from sleep(min(next(growing), max(self.deadline - now(), 0.0)))
+                yield from sleep(self.site.database.store, min(next(growing), max(self.deadline - now(), 0.0)))
                 continue
             if isinstance(found, Grant):
                 return (yield from self._leave_with(found))
@@ -262,7 +262,7 @@ class Waiter:
         granted = self.holder is not None and self.holder.owner == place.owner
         if granted or not (self.has_read_holder or left <= self._round_trip()):
             return False
-        yield from wait(max(self.deadline - self.site.database.now(), 0.0), self.wakeup)
+        yield from wait(self.site.database.store, max(self.deadline - self.site.database.now(), 0.0), self.wakeup)
         return True
 
     def _read_holder(self) -> Steps[None]:
@@ -391,7 +391,8 @@ class Waiter:
                 pause = max(next(growing), min(closed, self.timing.poll_max))
             soonest = yield from self._periodic_work(place, alone=alone)
             until_reading = self._until_reading(self.deadline - now())
-            yield from wait(max(min(pause, soonest, until_reading), 0.0), self.wakeup)  # 0: granted to this flow
+            pause = max(min(pause, soonest, until_reading), 0.0)  # 0: granted to this flow
+            yield from wait(database.store, pause, self.wakeup)
             view = None
         return None
 

@@ -124,7 +124,7 @@ def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | 
     if reads and timeout is not None:
         if timeout:
             hold.store.database.before_waiting()
-            yield from sleep(timeout)
+            yield from sleep(hold.store, timeout)
         return Refused((yield from tenures.look(hold.store.database, hold.tenure.key)))
     if reads or (timeout is None and hold.endless):
         from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
@@ -139,7 +139,7 @@ def _until_it_may_reenter(hold: Hold, timeout: float | None) -> Steps[float | No
     if not closed or (timeout is not None and timeout < closed):
         return timeout
     hold.store.database.before_waiting()
-    yield from sleep(closed)
+    yield from sleep(hold.store, closed)
     return None if timeout is None else timeout - closed
 
 

@@ -198,6 +198,10 @@ class BaseStore:
         """A likely reason why the whole database is locked, for messages."""
         return "somebody's transaction, your own perhaps, has been writing all the time"
 
+    async def aexecute(self, step: Execute) -> Rows:
+        """Run the statement on the running event loop."""
+        raise NotImplementedError
+
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
         if connection.mariadb is not None:
             step = step._replace(

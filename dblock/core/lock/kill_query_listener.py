@@ -82,7 +82,8 @@ class KillQueryListener:
         deadlines = runtime.current.deadlines
         try:
             deadlines.arm(self._connection, until)
-            return [tuple(row) for row in store._perform(self._connection, Execute(statement, dict(parameters), until))]
+            step = Execute(store, statement, dict(parameters), until)
+            return [tuple(row) for row in store._perform(self._connection, step)]
         except store._errors as error:
             if store.database.dialect.classify(error) is Failure.CONFLICT:
                 return None
@@ -106,9 +107,8 @@ def open_listener(
     call = cast("Statement", store.database.dialect.queue.call)
     try:
         if listener.named:
-            _ = store.execute(
-                Execute(call, {"channel": channel}, store.database.now() + store.database.timing.statement_timeout)
-            )
+            until = store.database.now() + store.database.timing.statement_timeout
+            _ = store.execute(Execute(store, call, {"channel": channel}, until))
     except LockStoreError as error:
         if isinstance(error, StoreConflict | StoreUnanswered):  # that may pass
             raise

@@ -118,7 +118,7 @@ class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
     def _drive(self, steps: Steps[T]) -> T:
-        return drive(steps, self._store())
+        return drive(steps)
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.

@@ -58,7 +58,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
         store.pin = yield from tenures.pin(store.database)
     hold.record.guarded = True
     known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
-    return hold, Execute(store.pin, Values.of(store.pin, known))
+    return hold, Execute(store, store.pin, Values.of(store.pin, known))
 
 
 def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:

@@ -109,7 +109,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):
             yield from find_out(hold)
             raise lock._lost(hold)
-        yield from sleep(next(growing))
+        yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
             _ = yield from leave_share(site_of(hold), HandoverRecord.of(grant))

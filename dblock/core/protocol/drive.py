@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dblock.core.errors import LockNotHeld
 from dblock.core.protocol.steps import Execute, Rows, Steps
-from dblock.core.protocol.store import Store
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def drive(steps: Steps[T], store: Store, error: BaseException | None = None, process: int = 0) -> T:
+def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0) -> T:
     """Drive `steps` to their end in this thread and return their result; begin by throwing `error` if there is one."""
     reply: Rows | None = None
     process = process or os.getpid()
@@ -35,9 +34,9 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None, pro
                 step = steps.send(reply) if error is None else steps.throw(error)
                 reply = error = None
                 if isinstance(step, Execute):
-                    reply = store.execute(step)
+                    reply = step.store.execute(step)
                 else:
-                    store.pause(step)
+                    step.store.pause(step)
             except StopIteration as done:
                 result: T = done.value
                 return result
@@ -48,13 +47,13 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None, pro
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
-        return drive(steps, store, raised, process)  # a signal handler may raise between any two lines, ours included
+        return drive(steps, raised, process)  # a signal handler may raise between any two lines, ours included
     finally:
         del error  # it refers to this frame
 
 
 async def adrive(
-    steps: Steps[T], store: Store, error: BaseException | None = None, process: int = 0, *, undisturbed: bool = False
+    steps: Steps[T], error: BaseException | None = None, process: int = 0, *, undisturbed: bool = False
 ) -> T:
     """Drive `steps` to their end in this task and return their result.
 
@@ -75,7 +74,7 @@ async def adrive(
                 step = steps.send(reply) if error is None else steps.throw(error)
                 error = None
                 work: Coroutine[Any, Any, Rows | None] = (
-                    store.aexecute(step) if isinstance(step, Execute) else store.apause(step)
+                    step.store.aexecute(step) if isinstance(step, Execute) else step.store.apause(step)
                 )
                 reply = await (to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
@@ -91,7 +90,7 @@ async def adrive(
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
-        return await adrive(steps, store, raised, process, undisturbed=undisturbed)
+        return await adrive(steps, raised, process, undisturbed=undisturbed)
     finally:
         del error
 

@@ -78,4 +78,4 @@ def _send(database: Database, statement: Statement, parameters: Parameters, brie
 
 def _rest(database: Database, began: float) -> Steps[None]:
     """Pause after statements that began at that local time; one that took long has mostly waited."""
-    yield from sleep(min((database.now() - began) * _REST, database.timing.attention))
+    yield from sleep(database.store, min((database.now() - began) * _REST, database.timing.attention))

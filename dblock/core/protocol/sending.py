@@ -23,7 +23,7 @@ from dblock.core.errors import (
 )
 from dblock.core.latency import Latency
 from dblock.core.log import warn
-from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
+from dblock.core.protocol.steps import Parameters, Rows, Runner, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
 from dblock.core.timing import Timing
 from dblock.core.values import QUARANTINE
@@ -43,6 +43,8 @@ class Epoch:
 class Database:
     """The database of a row, as the protocol sees it."""
 
+    runner: Callable[[], Runner | None]
+    """A weak reference to its store."""
     dialect: Dialect
     now: Callable[[], float] = clock.now
     own_timing: Timing | None = None
@@ -52,6 +54,13 @@ class Database:
     epoch: Epoch = field(default_factory=Epoch)
     quarantine: Callable[[], float] = lambda: QUARANTINE
     """Seconds for which keys are closed after a failover."""
+
+    @property
+    def store(self) -> Runner:
+        """What runs the steps that are about it; alive for as long as a step is run."""
+        store = self.runner()
+        assert store is not None  # noqa: S101 - whoever drives the steps refers to it
+        return store
 
     @property
     def timing(self) -> Timing:
@@ -92,9 +101,8 @@ def send(
     while True:
         sent = database.now()
         try:
-            return sent, (
-                yield from execute(statement, parameters, until if answer_by is None else answer_by, location)
-            )
+            answered = until if answer_by is None else answer_by
+            return sent, (yield from execute(database.store, statement, parameters, answered, location))
         except StoreConflict as conflict:
             match _policy(statement, conflict):
                 case WhenLocked.SKIP:
@@ -120,7 +128,7 @@ def send(
         elif now > quiet_until:
             warn("still trying to %s %r: %s", statement.name, parameters.get("key", ""), _explained(failure, told))
             quiet_until = math.inf  # logged once
-        yield from sleep(min(next(growing), left))
+        yield from sleep(database.store, min(next(growing), left))
 
 
 def send_twice(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dblock.core.statements.base import Statement
 from dblock.core.wakeup.registry import Wakeup
@@ -21,9 +21,30 @@ Parameters = Mapping[str, "str | int | float"]
 Rows = Sequence[Sequence[Any]]
 
 
+class Runner(Protocol):
+    """What runs a step: the store of the database that the step is about."""
+
+    def execute(self, step: Execute, /) -> Rows:
+        """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
+        ...
+
+    async def aexecute(self, step: Execute, /) -> Rows:
+        """Run one statement on the running event loop."""
+        ...
+
+    def pause(self, step: Sleep | Wait, /) -> None:
+        """Sleep or wait in this thread."""
+        ...
+
+    async def apause(self, step: Sleep | Wait, /) -> None:
+        """Sleep or wait in the running task."""
+        ...
+
+
 class Execute(NamedTuple):
     """Run one statement in a transaction of its own and answer with its rows."""
 
+    store: Runner
     statement: Statement
     parameters: Parameters
     until: float = math.inf
@@ -35,12 +56,14 @@ class Execute(NamedTuple):
 class Sleep(NamedTuple):
     """Pause; no connection is held meanwhile."""
 
+    store: Runner
     seconds: float
 
 
 class Wait(NamedTuple):
     """Pause for so long, or until the wakeup is notified."""
 
+    store: Runner
     seconds: float
     wakeup: Wakeup
 
@@ -50,18 +73,18 @@ Steps = Generator[Step, Any, T]
 
 
 def execute(
-    statement: Statement, parameters: Parameters, until: float = math.inf, location: object = None
+    store: Runner, statement: Statement, parameters: Parameters, until: float = math.inf, location: object = None
 ) -> Steps[Rows]:
     """The rows that `statement` answers with until that local time; raises what the executor raises."""
-    rows: Rows = yield Execute(statement, parameters, until, location)
+    rows: Rows = yield Execute(store, statement, parameters, until, location)
     return rows
 
 
-def sleep(seconds: float) -> Steps[None]:
+def sleep(store: Runner, seconds: float) -> Steps[None]:
     """Return after `seconds`."""
-    yield Sleep(seconds)
+    yield Sleep(store, seconds)
 
 
-def wait(seconds: float, wakeup: Wakeup) -> Steps[None]:
+def wait(store: Runner, seconds: float, wakeup: Wakeup) -> Steps[None]:
     """Return after `seconds`, or when `wakeup` is notified."""
-    yield Wait(seconds, wakeup)
+    yield Wait(store, seconds, wakeup)

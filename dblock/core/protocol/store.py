@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
+from dblock.core.protocol.steps import Runner
 from dblock.core.statements.base import Statement
 from dblock.core.wakeup.registry import Wakeups
 
@@ -28,7 +28,7 @@ class Subscription(Protocol):
     def close(self) -> None: ...
 
 
-class Store(Protocol):
+class Store(Runner, Protocol):
     """A database, and how statements run on it; a store and a key identify a lock's row."""
 
     @property
@@ -48,22 +48,6 @@ class Store(Protocol):
 
     pin: Statement | None
     """The statement `pin` for sessions of the caller, once it has been needed."""
-
-    def execute(self, step: Execute, /) -> Rows:
-        """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
-        ...
-
-    async def aexecute(self, step: Execute, /) -> Rows:
-        """Run one statement on the running event loop."""
-        ...
-
-    def pause(self, step: Sleep | Wait, /) -> None:
-        """Sleep or wait in this thread."""
-        ...
-
-    async def apause(self, step: Sleep | Wait, /) -> None:
-        """Sleep or wait in the running task."""
-        ...
 
     @property
     def asynchronous(self) -> bool:

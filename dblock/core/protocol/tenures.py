@@ -121,7 +121,7 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
     was lost for good.
     """
     if statement is database.dialect.create and database.dialect.tick:
-        yield from sleep(database.dialect.tick)
+        yield from sleep(database.store, database.dialect.tick)
     sent = database.now()
     try:
         sent, rows = yield from send(database, statement, request, until)

@@ -160,7 +160,7 @@ class Renewer:
         while (batch := self.batches.get()) is not None:
             _ = background.set(not batch.leases)
             try:
-                drive(batch.steps(), self.store)
+                drive(batch.steps())
             except BaseException as error:  # noqa: BLE001 - must go on: other leases depend on it
                 warn("renewing %d leases or places in queues failed: %r", len(batch.leases), error)
             finally:

@@ -64,9 +64,9 @@ def run_apart(steps: Steps[None], store: Store) -> None:
     if store.asynchronous:
         import asyncio  # noqa: PLC0415 - only where it is in use
 
-        asyncio.run(adrive(steps, store))
+        asyncio.run(adrive(steps))
     else:
-        drive(steps, store)
+        drive(steps)
 
 
 class Watchdog(Worker):
@@ -176,7 +176,7 @@ class Watchdog(Worker):
         self._forget_closed_loops()
         steps = _in_background(self._withdraw_all(place))
         if loop is not None:
-            task = self._begin_task(loop, adrive(steps, store, undisturbed=True))
+            task = self._begin_task(loop, adrive(steps, undisturbed=True))
             self._withdrawals[place] = lambda: not task.done()
             return
         try:
@@ -414,7 +414,7 @@ class Watchdog(Worker):
             batch.give_up()
 
     def _run_on_loop(self, steps: Steps[None], store: Store, loop: Any) -> None:
-        loop.call_soon_threadsafe(lambda: self._begin_task(loop, adrive(steps, store)))
+        loop.call_soon_threadsafe(lambda: self._begin_task(loop, adrive(steps)))
 
     def _begin_task(self, loop: Any, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         from dblock.core.watchdog.renewals import quietly  # noqa: PLC0415 - only for long holds
@@ -510,7 +510,7 @@ class Watchdog(Worker):
             time.sleep(0.005)
         for kept in list(self._places.values()):
             if kept.served:
-                drive(Heartbeat(kept.store, [kept], self.leave).steps(), kept.store)
+                drive(Heartbeat(kept.store, [kept], self.leave).steps())
 
     # -- reports
 

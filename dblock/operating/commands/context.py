@@ -52,7 +52,7 @@ class Context:
 
     def do(self, steps: Steps[T]) -> T:
         """Drive these steps."""
-        return drive(steps, self.store)
+        return drive(steps)
 
     def has_tables(self) -> bool:
         """Whether both exist."""
