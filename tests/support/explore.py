@@ -40,7 +40,7 @@ from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import UNREPLICATED, Interrupted, Post, World, copied, wish
-from tests.support.steps import no_store
+from tests.support.steps import NO_STORE, no_store
 
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
@@ -149,7 +149,7 @@ class Flow:
             return
         house.holding.add(self.name)
         self.grant = found
-        yield Sleep(self.house.world.work)
+        yield Sleep(NO_STORE, self.house.world.work)
         house.holding.remove(self.name)
         self.grant, self.breakable = None, True
         yield from handover.pass_on(site, HandoverRecord.of(found))
