@@ -332,7 +332,7 @@ class Sharing:
             until = min(now() + self.timing.single_try, self.deadline)
             while grant is None and not site.is_first_trying(key, wakeup) and (left := until - now()) > 0:
                 self.database.before_waiting()
-                yield from wait(left, wakeup)
+                yield from wait(self.database.store, left, wakeup)
                 _ = wakeup.consume()
         finally:
             site.end_trying(key, wakeup)
