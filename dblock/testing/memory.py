@@ -8,7 +8,8 @@ Theory of waiting
 -----------------
 The clock stands still, so a wait must not last for real where nothing but time could end it. A flow waits *in vain* for
 a key that is held by a stranger (`busy`), by a thread or task that has ended, by a flow whose own thread is the one
-that waits, or by a flow that waits in vain itself. If all who wait do so in vain, and each has come to its pause, the
+that waits, or by a flow that waits in vain itself. A permit counts as held by the thread or task that acquired it. For
+shares a flow waits in vain if each that is in its way is held so. If all who wait do so in vain, and each has come to its pause, the
 clock is moved to the end of the shortest pause: a timeout of ten seconds is over at once, and a deadlock is found.
 
 Else somebody waits for a flow that may be at work, in another thread or task. That wait is real, and ends when the key
@@ -49,10 +50,13 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import Runtime
+from dblock.core.share_keys import bounds_of_shares
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
+from dblock.core.statements.common import FLOW
 from dblock.core.statements.sqlite import SQL
 from dblock.core.timing import Timing
+from dblock.core.values import SHARE, key_of_share
 from dblock.core.wakeup.registry import Wakeup, Wakeups
 from dblock.core.watchdog.heartbeats import Heartbeat
 from dblock.core.watchdog.renewals import Renewal
@@ -121,6 +125,19 @@ class Tables:
         finally:
             self.give(lent)
         return None if row is None else row[0]
+
+    def owners_of_shares(self, door: str) -> list[str]:
+        """Whose the shares of a key are, but for those of the one that waits at its door."""
+        mine, bounds = (self.owner(door) or "")[:FLOW], bounds_of_shares(door)
+        lent = self.take(math.inf, critical=True)
+        try:
+            held = (
+                "SELECT owner FROM locks WHERE lock_key > ? AND lock_key < ? AND owner IS NOT NULL AND expires_at > ?"
+            )
+            rows = lent.raw.execute(held, (bounds["low"], bounds["high"], self._row())).fetchall()
+        finally:
+            self.give(lent)
+        return [owner for (owner,) in rows if owner is not None and (not mine or owner[:FLOW] != mine)]
 
     def _text(self) -> str:
         return self._row()[:-3]
@@ -286,15 +303,26 @@ class MemoryStore(InMemory):
         return list(pauses.values()) if in_vain else []
 
     def _in_vain(self, key: str, pause: Pause, waiting: dict[Flow, tuple[str, Pause]], seen: set[str]) -> bool:
+        if key.endswith(SHARE):  # at the door, for the end of shares
+            owners = self.tables.owners_of_shares(key_of_share(key))
+            return bool(owners) and all(self._is_vain(owner, key, pause, waiting, seen) for owner in owners)
         owner = self.tables.owner(key)
-        if owner is None:
-            return False
+        return owner is not None and self._is_vain(owner, key, pause, waiting, seen)
+
+    def _is_vain(
+        self, owner: str, key: str, pause: Pause, waiting: dict[Flow, tuple[str, Pause]], seen: set[str]
+    ) -> bool:
+        """Whether nobody will end the tenure of that owner, as far as is known."""
         if not owner or any(tenure.owner == owner for tenure in list(self.strangers)):
             return True
-        hold = self.process.watchdog._by_key.get((self, key))
-        if hold is None or hold.tenure.owner != owner:
+        hold = next((each for each in list(self.process.watchdog._holds) if each.tenure.owner == owner), None)
+        if hold is None:
             return False
         flow = hold.flow()
+        if flow is not None and flow.idle is not None:  # a permit, which any thread may release: its own is asked
+            who, main = flow.who["thread"], threading.main_thread().name
+            ended = who != main and not who.startswith("task ") and flow.idle()
+            return ended or who == pause.flow.who["thread"]
         if flow is None or flow.ended() or (flow is not pause.flow and flow.life() is pause.thread):
             return True
         if flow not in waiting:

@@ -1,0 +1,85 @@
+"""The locks of the family in memory: what waits in vain takes no real time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from dblock.core.errors import LockTimeout
+from dblock.testing import memory
+from sqlalchemy_dblock import db_rwlock, db_semaphore
+
+ENGINE = create_engine("sqlite://")
+
+
+def briefly(function: Callable[[], Any]) -> Any:
+    """Its result, in far less time than it waits for by the clock of the locks."""
+    begun = time.monotonic()
+    result = function()
+    assert time.monotonic() - begun < 20
+    return result
+
+
+def test_a_wait_for_permits_of_the_same_thread() -> None:
+    """It ends with its timeout, by the clock of the locks; one without end is refused."""
+    with memory() as locks:
+        sem = db_semaphore(ENGINE, "k", 2, ttl=3600)
+        for held, n in ((1, 2), (2, 1)):
+            assert sem.acquire()
+            begun = locks.clock.now()
+            assert briefly(partial(sem.acquire, timeout=300, n=n)) is False
+            assert locks.clock.now() - begun >= 299
+            assert len(sem.held) == held
+        with pytest.raises(RuntimeError, match="nobody will ever give back"):
+            briefly(lambda: sem.acquire(timeout=None))
+
+
+def test_min_hold_of_a_permit() -> None:
+    """It is waited for by the clock of the locks."""
+    with memory() as locks:
+        sem = db_semaphore(ENGINE, "k", 1, min_hold=60, timeout=300)
+        with sem:
+            pass
+        begun = locks.clock.now()
+
+        def again() -> None:
+            with sem:
+                pass
+
+        briefly(again)
+        assert locks.clock.now() - begun >= 59
+
+
+def test_a_writer_waits_for_a_reader_whose_thread_has_ended() -> None:
+    with memory():
+        reading = threading.Thread(target=db_rwlock(ENGINE, "k").read().acquire)
+        reading.start()
+        reading.join()
+        with pytest.raises(LockTimeout):
+            briefly(db_rwlock(ENGINE, "k", timeout=20).write().__enter__)
+
+
+def test_a_permit_that_another_thread_releases_is_waited_for() -> None:
+    """For real, as that thread is at work."""
+    with memory():
+        sem = db_semaphore(ENGINE, "k", 1)
+        held, go = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with sem:
+                held.set()
+                go.wait(20)
+
+        working = threading.Thread(target=work)
+        working.start()
+        assert held.wait(20)
+        threading.Timer(0.3, go.set).start()
+        assert sem.acquire(timeout=300) is True
+        sem.release()
+        working.join()
