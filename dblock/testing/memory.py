@@ -9,8 +9,9 @@ Theory of waiting
 The clock stands still, so a wait must not last for real where nothing but time could end it. A flow waits *in vain* for
 a key that is held by a stranger (`busy`), by a thread or task that has ended, by a flow whose own thread is the one
 that waits, or by a flow that waits in vain itself. A permit counts as held by the thread or task that acquired it. For
-shares a flow waits in vain if each that is in its way is held so. If all who wait do so in vain, and each has come to its pause, the
-clock is moved to the end of the shortest pause: a timeout of ten seconds is over at once, and a deadlock is found.
+shares a flow waits in vain if each that is in its way is held so. If all who wait do so in vain, and each has come to
+its pause, the clock is moved to the end of the shortest pause: a timeout of ten seconds is over at once, and a deadlock
+is found.
 
 Else somebody waits for a flow that may be at work, in another thread or task. That wait is real, and ends when the key
 is given back; meanwhile the clock goes along with the real one, so that a timeout ends it too.
