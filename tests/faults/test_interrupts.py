@@ -480,8 +480,11 @@ def test_every_moment_of_every_kind_may_be_interrupted(
         stage.close()
     assert not {case: places for case, places in found.items() if case not in known}
     if known:
-        mended = known.keys() - found.keys() if LONG else set() if found else known.keys()
-        assert not mended, "take it out of KNOWN"
+        if LONG:  # where each moment was struck
+            surely = {case for case in known if case.phase in {"begin", "end"} and subject.database == "sqlite"}
+            assert surely <= found.keys(), "take the case out of KNOWN"
+        else:
+            assert found, "take the kind out of KNOWN"
         pytest.xfail("; ".join(sorted(set(known.values()))))
 
 
