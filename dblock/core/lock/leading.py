@@ -349,18 +349,18 @@ class BaseLeader:
                 result: T = done.value
                 return result
             reply = error = None
-            if isinstance(step, Wait):
-                self._wakeup = step.wakeup  # before the flag is read: a resignation sets it, and then notifies
             try:
+                if isinstance(step, Wait):
+                    self._wakeup = step.wakeup  # before the flag is read: a resignation sets it, and then notifies
                 if not is_due(step):
                     reply = yield step
+                if is_due(step):
+                    interrupted, error = True, _Withdrawn()
             except GeneratorExit:
                 steps.close()
                 raise
             except BaseException as raised:  # noqa: BLE001 - it is for the steps
                 error = raised
-            if error is None and is_due(step):
-                interrupted, error = True, _Withdrawn()
 
     def _begin_to_resign(self) -> tuple[Hold | None, _Running | None]:
         """Believe no more; the hold of the term that ends, and its body if that runs in another flow."""
