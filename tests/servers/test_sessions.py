@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 from django.db import connections
-from sqlalchemy import create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
 
@@ -19,8 +22,8 @@ from dblock.core import clock
 from dblock.core.errors import LockStoreError
 from dblock.core.wakeup.registry import Wakeups
 from dblock.drivers import sessions
-from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, MYSQL_DRIVER, ready, run, timed, url
+from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
+from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of, wire
 from tests.servers.test_wire import _STRANGER as STRANGER
 from tests.support.lab import SOME, threads, until
@@ -272,3 +275,32 @@ def test_a_session_is_closed_whose_opening_an_event_handler_has_failed(
     assert until(lambda: set(run(subject.database, SESSIONS[subject.database])) <= before, 5)
     actor.do(engine.dispose)
     actor.close()
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize(("crowd", "timeout"), [(5, 0), (1, 0.001), (15, 0.001), (15, 0.1)])
+def test_the_first_attempts_of_a_process_have_an_answer(
+    request: pytest.FixtureRequest, database: str, crowd: int, timeout: float
+) -> None:
+    """However short, and though each of a crowd has to connect: True or False, and no error of a healthy database."""
+    ready(request, database)
+
+    def attempt(engine: Engine, make: Callable[[Engine], Any], gate: threading.Barrier) -> bool:
+        lock = make(engine)
+        _ = gate.wait()
+        if got := lock.acquire(timeout=timeout):
+            lock.release()
+        return bool(got)
+
+    makes: list[Callable[[Engine], Any]] = [
+        lambda engine: db_lock(engine, "k"),
+        lambda engine: db_rwlock(engine, "reads").read(),
+        lambda engine: db_semaphore(engine, "permits", 3),
+    ]
+    for make in makes:
+        engine, gate = create_engine(url(database)), threading.Barrier(crowd)
+        with ThreadPoolExecutor(crowd) as pool:
+            found = list(pool.map(attempt, [engine] * crowd, [make] * crowd, [gate] * crowd))
+        assert crowd > 1 or found == [True]
+        engine.dispose()

@@ -50,19 +50,14 @@ def acquire(
     circle, which raises LockDeadlock. `contended` is called once if the flow waits, with the holder if that is known.
     `slow_wait` says when the wait is logged.
     """
-    database, start, timing = site.database, site.database.now(), site.database.timing
+    database, start = site.database, site.database.now()
     deadline = math.inf if timeout is None else start + timeout
-    # A timeout that is shorter than a round trip has one answer too.
-    until = max(deadline + timing.answer_grace, start + min(2 * database.latency.distance, timing.farthest))
-    if timeout == 0:
-        until = start + timing.single_try
+    until = answers_until(database, start, deadline)
     waiter = Waiter(site, request, deadline, until, services, held, contended, slow_wait or SlowWait())
     found: Grant | Refused | None = None
     try:
         try:
-            if timeout == 0 and not database.dialect.single_writer:  # to a file one connects at once
-                yield from await_first_answer(database, request.key, start)
-                waiter.until = database.now() + database.timing.single_try
+            waiter.until = yield from await_first_answer(database, request.key, start, deadline)
             if (held_in_process or site.expects_contention(request.key)) and request.fair and start < deadline:
                 with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
                     waiter.enter(None)
@@ -91,16 +86,25 @@ def acquire(
     return found
 
 
-def await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
-    """Send a query to a database that has never answered this process, so that the try finds a connection.
+def answers_until(database: Database, start: float, deadline: float) -> float:
+    """The local time until which an attempt that began at `start` awaits answers: for as long as a try at least."""
+    return max(deadline + database.timing.answer_grace, start + database.timing.single_try)
+
+
+def await_first_answer(database: Database, key: str, start: float, deadline: float) -> Steps[float]:
+    """Send a query to a database that has never answered this process, so that a short attempt finds a connection.
 
     From far away, or on a busy machine, the first connection takes longer than a try may. Its time begins with the
-    first try of the process, so that a server that never answers delays no later try.
+    first try of the process, so that a server that never answers delays no later try. Returns until when the attempt
+    awaits answers.
     """
+    until, single_try = answers_until(database, start, deadline), database.timing.single_try
+    if deadline >= start + single_try or database.dialect.single_writer:  # to a file one connects at once
+        return until
     first = database.latency.first_asked(start) + database.timing.first_connection
-    if first > start + database.timing.single_try:
-        until = start + database.timing.single_try
+    if first > start + single_try:
         _ = yield from send(database, database.dialect.inspect, {"key": key}, until, answer_by=first)
+    return max(until, database.now() + single_try)
 
 
 def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:

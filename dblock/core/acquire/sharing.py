@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from dblock.core.acquire import handover, slow
-from dblock.core.acquire.acquiring import await_first_answer
+from dblock.core.acquire.acquiring import answers_until, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
@@ -99,10 +99,7 @@ class Sharing:
         """The request of one that may not begin yet."""
         self.start = self.database.now()
         self.deadline = math.inf if timeout is None else self.start + timeout
-        self.until = max(
-            self.deadline + self.timing.answer_grace,
-            self.start + (self.timing.single_try if timeout == 0 else 2 * self.database.latency.distance),
-        )
+        self.until = answers_until(self.database, self.start, self.deadline)
         """The local time after which no statement is sent."""
 
     def door(self, request: Request) -> Steps[_Held | Refused]:
@@ -131,9 +128,7 @@ class Sharing:
     def _refusing(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
         """The steps, with a refusal in place of the errors that only say that it took too long."""
         try:
-            if self.timeout == 0 and not self.database.dialect.single_writer:
-                yield from await_first_answer(self.database, self.request.key, self.start)
-                self.until = self.database.now() + self.timing.single_try
+            self.until = yield from await_first_answer(self.database, self.request.key, self.start, self.deadline)
             return (yield from steps)
         except StoreBusy as busy:
             return Refused(busy=busy)
