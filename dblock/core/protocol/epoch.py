@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
-from dblock.core.values import MARGIN, LockInfo
+from dblock.core.values import MARGIN, QUARANTINE, LockInfo
 
 
 class Quarantine(NamedTuple):
@@ -82,3 +82,13 @@ def end(database: Database, until: float) -> Steps[bool]:
     _, rows = yield from send(database, statements.end, {}, until, resend=True)
     database.epoch.asked = float("-inf")
     return bool(rows)
+
+
+def close(database: Database, until: float) -> Steps[None]:
+    """Close the keys, on an administrator's word, as if the server had just been promoted."""
+    statements = database.dialect.epoch
+    if statements is not None:
+        _ = yield from read(database, until)
+        _ = yield from send(
+            database, statements.close, {"seconds": database.quarantine() or QUARANTINE}, until, resend=True
+        )

@@ -293,6 +293,8 @@ class Epochs:
     """Write the row, unless this server wrote it: keys are closed for `seconds`, unless it has only restarted."""
     end: Statement
     """Open the keys now, if this server wrote the row -> one row."""
+    close: Statement
+    """Close the keys for `seconds`, as for a server that is another one than the last."""
 
 
 def _over(statements: Dialect | Queue | Shares | Epochs, tables: Tables, quote: str) -> dict[str, Any]:

@@ -72,12 +72,28 @@ FROM lock_epoch WHERE id = 1
     floor = - abs(floor)
 WHERE id = 1 AND server = {words.server} {words.durable}
 """
+    # Safe: an administrator's word. If it arrives late or twice keys are closed for longer. Durable, as `begin`.
+    seconds = words.number(":seconds")
+    close = f"""
+{words.at_once}UPDATE lock_epoch SET
+    server = {words.server},
+    history = {_history(words)},
+    since = {words.now},
+    opens_at = {words.after(f"{words.greatest}({seconds}, {MARGIN})")},
+    floor = {_floor(words)}
+WHERE id = 1 {words.durable}
+"""
     return Epochs(
         Statement("first_epoch", first, Reply.COUNT),
         Statement("epoch_status", status, Reply.ROWS, priority=True),
         Statement("begin_epoch", _begin(words), Reply.COUNT, priority=True),
         Statement("end_quarantine", end, Reply.COUNT),
+        Statement("begin_quarantine", close, Reply.COUNT),
     )
+
+
+def _floor(words: Vocabulary) -> str:
+    return f"{words.micros} + {int(MARGIN * 1_000_000)}"
 
 
 def _begin(words: Vocabulary) -> str:
@@ -86,11 +102,11 @@ def _begin(words: Vocabulary) -> str:
     If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it. Where there is no row
     nobody has used the tables, or somebody has emptied them, tenures and all: keys are open.
     """
-    floor = f"{words.micros} + {int(MARGIN * 1_000_000)}"
+    floor, seconds = _floor(words), words.number(":seconds")
     if not words.timeline:
         cluster = f"VALUES(server) = {CLUSTER}"
         kept = "lock_epoch.server = VALUES(server)"
-        seconds = f"{words.greatest}(:seconds, {MARGIN})"
+        seconds = f"{words.greatest}({seconds}, {MARGIN})"
         return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
 SELECT 1, {words.server}, '', {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
@@ -100,7 +116,6 @@ ON DUPLICATE KEY UPDATE
     floor = IF({kept}, lock_epoch.floor, IF({cluster}, 0, IF(:seconds = 0, -1, 1) * ({floor}))),
     server = VALUES(server)
 """
-    seconds = "CAST(:seconds AS double precision)"
     changes = {  # on another server; a restart keeps them
         "since": words.now,
         "opens_at": words.after(f"{words.greatest}({seconds}, {MARGIN})"),

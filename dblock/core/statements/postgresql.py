@@ -95,6 +95,9 @@ class PostgreSQL(Vocabulary):
     def bigint(self, parameter: str) -> str:
         return f"CAST({parameter} AS bigint)"
 
+    def number(self, parameter: str) -> str:
+        return f"CAST({parameter} AS double precision)"
+
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         types = ", ".join(f"{name} {kind}" for name, kind in columns.items())
         return f"json_to_recordset(CAST({parameter} AS json)) AS record ({types})"

@@ -79,6 +79,10 @@ class Vocabulary:
         """A number of 64 bits, if the database needs a cast."""
         return parameter
 
+    def number(self, parameter: str) -> str:
+        """A number with a fraction, if the database needs a cast."""
+        return parameter
+
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         """A parameter that is a JSON array of objects, as the table `record`; `columns`: their names, and their types.
 

@@ -50,7 +50,9 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
     reaping.add_argument("--retention", type=_seconds, metavar="SECONDS", help="that have not been used for so long")
 
     closing = _add(commands, "quarantine", quarantine, "say whether keys are closed after a failover (1: they are)")
-    closing.add_argument("--end", action="store_true", help="open them now: nobody of before the failover holds a key")
+    either = closing.add_mutually_exclusive_group()
+    either.add_argument("--end", action="store_true", help="open them now: nobody of before the failover holds a key")
+    either.add_argument("--begin", action="store_true", help="close them: the server may lack tenures, and cannot tell")
     closing.add_argument("-y", "--yes", action="store_true", help="do not ask whether to go on")
 
     _add_run(commands)

@@ -80,28 +80,33 @@ def reap(context: Context, options: Namespace) -> int:
 
 
 def quarantine(context: Context, options: Namespace) -> int:
-    """Say whether keys are closed after a failover, or open them; 1 if they are closed, 2 if that was not agreed to."""
-    found = context.quarantine(begins=options.end)
-    if options.end and found is not None and found.opens_in > 0:
+    """Say whether keys are closed after a failover, or open or close them.
+
+    1 if they are closed, unless that was asked for; 2 if a change was not agreed to.
+    """
+    found = context.quarantine(begins=options.end or options.begin)
+    database = context.store.database
+    if found is not None and (options.begin or (options.end and found.opens_in > 0)):
         if not (options.yes or can_ask()):
             complain("nobody can be asked here (standard input is no terminal): say --yes")
             return NOT_AGREED
-        if not (options.yes or agreed(f"{context.where} was {found}.\n{_END}")):
+        question = _BEGIN if options.begin else f"{context.where} was {found}.\n{_END}"
+        if not (options.yes or agreed(question)):
             complain("nothing was done")
             return NOT_AGREED
-        database = context.store.database
-        _ = context.do(epoch.end(database, database.now() + database.timing.retry_budget))
+        until = database.now() + database.timing.retry_budget
+        _ = context.do(epoch.close(database, until) if options.begin else epoch.end(database, until))
         found = context.quarantine()
     if options.json:
         say_json(None if found is None else found._asdict())
-    elif found is None and context.store.database.dialect.epoch is None:
+    elif found is None and database.dialect.epoch is None:
         say(f"{context.where} has no replicas: there is no quarantine")
     elif found is None:
         say(f"{context.where}: {_UNKNOWN}")
     else:
         open_ = f"keys are open, and are given away by this server since {span(found.since)} ago"
         say(f"{context.where}: {found if found.opens_in > 0 else open_}")
-    return NOT_HELD if found is not None and found.opens_in > 0 else DONE
+    return NOT_HELD if found is not None and found.opens_in > 0 and not options.begin else DONE
 
 
 _UNKNOWN: Final = "nobody has taken a lock since the server has started; the first who does will know more"
@@ -109,6 +114,9 @@ _END: Final = (
     "A key may then have two holders, if it was granted before and this server does not know. Go on only if nothing "
     "was lost (the old primary is dead and had sent everything; or this server was shut down in order), or no client "
     "of before is left. Open the keys?"
+)
+_BEGIN: Final = (
+    "Nobody gets a key before the leases that may be out there have ended. Those who hold one go on. Close the keys?"
 )
 
 
