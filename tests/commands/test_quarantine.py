@@ -80,6 +80,26 @@ def test_a_token_waits_for_the_keys(closed: str, engine: Engine) -> None:
             assert again.fence == fence
 
 
+@pytest.mark.parametrize("face", ["django", "sqlalchemy"])
+def test_keys_are_closed_by_hand(closed: str, engine: Engine, face: str) -> None:
+    """For the setting's length, also if no quarantine was under way; who holds a key goes on."""
+    run(closed, f"UPDATE lock_epoch SET opens_at = {SOON[closed].format(-1)}")
+    shell = Shell(face, closed)
+    with db_lock(engine, "held", ttl=60) as held:
+        assert shell("quarantine").returncode == 0
+        assert shell("quarantine", "--begin").returncode == 2, "nobody could be asked"
+        assert shell("quarantine", "--begin", "--end", "--yes").returncode == 2, "which of them?"
+        begun = shell("quarantine", "--begin", "--yes")
+        assert (begun.returncode, "keys open in " in begun.stdout) == (0, True)
+        assert json.loads(shell("quarantine", "--json").stdout)["opens_in"] == pytest.approx(60, abs=10)
+        with pytest.raises(LockTimeout, match=r"promoted \d+ s ago: keys open in"), db_lock(engine, "k", timeout=0):
+            pass
+        held.extend(60)
+    with pytest.raises(LockTimeout, match="promoted"), db_lock(engine, "held", timeout=0):
+        pass
+    assert shell("quarantine", "--end", "--yes").returncode in {0, 1}, "or open in a moment"
+
+
 def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
     """As it may be by another clock, its key is closed for a little longer than the others, and the error says so."""
     run(closed, f"UPDATE lock_epoch SET opens_at = {SOON[closed].format(-1)}, floor = {-(2**61)}")
@@ -95,8 +115,9 @@ def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
 def test_sqlite_has_none(request: pytest.FixtureRequest) -> None:
     """It has no replicas."""
     ready(request, "sqlite")
-    shown = Shell("sqlalchemy", "sqlite")("quarantine", "--end", "--yes")
-    assert (shown.returncode, "no replicas" in shown.stdout) == (0, True)
+    for change in ("--end", "--begin"):
+        shown = Shell("sqlalchemy", "sqlite")("quarantine", change, "--yes")
+        assert (shown.returncode, "no replicas" in shown.stdout) == (0, True)
 
 
 def test_a_lease_that_outlasts_it() -> None:

@@ -233,6 +233,34 @@ def test_a_restart_closes_nothing() -> None:
         engine.dispose()
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["seems a restart", "closed by hand"])
+def test_a_standby_that_is_started_without_its_signal(closed: bool) -> None:
+    """It keeps the timeline, and so looks like a server that was restarted: an administrator closes the keys."""
+    with pair_of("postgresql") as pair:
+        old, new = (pair.engine(server, failover_quarantine=None) for server in pair.both)
+        with db_lock(old, "known"):
+            pass
+        assert until(lambda: pair.has("known"), 30)
+        pair.cut()
+        lost = db_lock(old, "lost", ttl=60, renew=False)
+        assert lost.acquire()
+        runtime.current.watchdog.discard(hold_of(lost))  # its holder is elsewhere
+        current_flow().holds.clear()
+        pair.primary.stop(signal.SIGKILL)
+        pair.replica.stop()
+        (pair.replica.directory / "data" / "standby.signal").unlink()
+        pair.replica.start()
+        if closed:
+            assert main(["--url", str(new.url), "quarantine", "--begin", "--yes"]) == 0
+            with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(new, "lost", timeout=0):
+                pass
+        else:  # as the page on clusters says
+            with db_lock(new, "lost", timeout=5):
+                pass
+        for engine in (old, new):
+            engine.dispose()
+
+
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])
 def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequest, database: str) -> None:
     """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
