@@ -134,7 +134,10 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
             "guard(): the lock lives in another database, which this connection cannot keep (another host name or port"
             " counts as another: give both the same)"
         )
-    autocommit = ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
+    autocommit = ValueError(
+        "guard() keeps the lock until the transaction ends, and in autocommit mode there is none: give it another "
+        "isolation_level"
+    )
     if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
         raise autocommit
     if not store.pins:

@@ -159,7 +159,7 @@ sleeping = send(store.database, Statement("sleep", "SELECT SEVEN", Reply.ROWS), 
 signal.signal(signal.SIGALRM, fork)
 signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
-    _, rows = drive(sleeping, store)
+    _, rows = drive(sleeping)
 except dblock.LockError:
     assert os.getpid() != parent
     os._exit(0)

@@ -213,6 +213,7 @@ ELSEWHERE = SERVED | {
     "waiting",
 }
 ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
+ELSEWHERE |= {"who-locks-mysql", "who-locks-postgresql"}  # in tests/commands
 ELSEWHERE |= {"sessions"}  # in tests/servers
 ELSEWHERE |= set(ON_THE_SITE)  # in test_site
 
@@ -313,7 +314,7 @@ one, two, three = engines = [create_engine(f"sqlite:///{{number}}.sqlite3") for 
 for engine in engines:  # which have been there for long
     create_tables(engine)
     store = db_lock(engine, "any")._store()
-    drive(protocol.standing(store.database, 30, store.database.now() + 5), store)
+    drive(protocol.standing(store.database, 30, store.database.now() + 5))
     with engine.begin() as connection:
         connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01 00:00:00'"))
 written = []

@@ -21,7 +21,7 @@ from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import refuses
+from dblock.core.lock.locks import SAYS_NOTHING, refuses
 from dblock.core.log import inform
 from dblock.core.runtime import current_flow
 
@@ -177,6 +177,8 @@ class AsyncGuarded(_Block[T]):
             finally:
                 for hold in holds:
                     hold.committing = False
+                    for outer in hold.locks() if hold.lease.loss is not None else ():
+                        outer._interrupt_body(hold)
 
     async def __aenter__(self) -> T:
         block = self._block()
@@ -203,7 +205,8 @@ def _tell(late: LockError, error: BaseException | None) -> None:
 
     The events LOST and RELEASED say it too, as for every lock.
     """
+    told = str(late).removesuffix(SAYS_NOTHING)
     if error is not None:
-        error.add_note(str(late))
+        error.add_note(told)
     else:
-        inform("a guarded transaction has ended, and what it has committed stands, but then: %s", late)
+        inform("what a guarded block has written stands or falls with its transaction; its lock, at its end: %s", told)

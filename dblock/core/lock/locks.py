@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self, TypeVar
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
@@ -25,6 +25,9 @@ Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
 
 
+SAYS_NOTHING: Final = " (this says nothing of what you have committed)"
+
+
 def gives_way(late: LockError, error: BaseException | None) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
@@ -34,7 +37,7 @@ def gives_way(late: LockError, error: BaseException | None) -> bool:
     """
     if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
         if isinstance(late, LockLost):
-            late.args = (f"{late} (this says nothing of what you have committed)",)
+            late.args = (f"{late}{SAYS_NOTHING}",)
         return False
     error.add_note(str(late))
     return True
