@@ -157,8 +157,8 @@ class Renewer:
         return self.given == self.done and self._is_alive()
 
     def _run(self) -> None:
+        _ = background.set(True)
         while (batch := self.batches.get()) is not None:
-            _ = background.set(not batch.leases)
             try:
                 drive(batch.steps())
             except BaseException as error:  # noqa: BLE001 - must go on: other leases depend on it

@@ -406,7 +406,7 @@ class Watchdog(Worker):
         return True
 
     def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
-        steps = batch.steps() if batch.leases else _in_background(batch.steps())
+        steps = _in_background(batch.steps())
         batch.set_reason_if_lost(Reason.BLOCKED)  # until it has begun
         try:
             self._run_on_loop(steps, batch.store, loop)
