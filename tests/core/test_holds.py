@@ -275,7 +275,7 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
     def cut(step: Execute) -> Rows:
         raise StoreUnanswered("cut")
 
-    timed(monkeypatch, single_try=0.02)
+    timed(monkeypatch, single_try=0.02, answer_grace=0.0)
     store.answers |= {"take": cut, "accept": lambda _: []}
     with pytest.raises(StoreUnanswered, match="cut") as caught:
         FakeLock(store).acquire(blocking=False)
