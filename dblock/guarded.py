@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import transaction
@@ -35,13 +34,10 @@ class Atomic(Guarded[L]):
                 "`with`, and guard() in a transaction of your own"
             )
 
-    @contextmanager
     def _begin(self) -> Generator[L]:
         with transaction.atomic(using=self._using, durable=self._durable):
+            self._lock.guard(self._using)
             yield self._lock
-
-    def _guard(self, given: Any) -> None:
-        given.guard(self._using)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses(_NO_TRANSACTIONS)

@@ -76,10 +76,10 @@ class Begun(Guarded[T]):
     def _refuse(self) -> None:
         self._given.refuse_open()
 
-    @contextmanager
     def _begin(self) -> Generator[T]:
         transaction, session = self._given.begin()
         with transaction as begun, _uncommitted(session or begun):
+            self._lock.guard(session or begun)
             yield session or begun
 
     def __call__(self, function: Any) -> Any:

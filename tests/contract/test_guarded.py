@@ -7,10 +7,12 @@ import contextlib
 import inspect
 import itertools
 import logging
+import sys
 import unittest
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from sqlalchemy.util import await_only
 
 from dblock.core import runtime
 from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
+from dblock.core.lock import bookkeeping, guarded
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
@@ -832,6 +835,69 @@ def test_blocks_that_end_in_another_order(
     assert notes(database) == 2
     assert rival.gets_in("a")
     assert rival.gets_in("b")
+
+
+# -- interrupts
+
+
+class Interrupted(BaseException):
+    """As Celery's soft time limit, or Ctrl-C."""
+
+
+@contextlib.contextmanager
+def struck(number: int) -> Iterator[list[str]]:
+    """Interrupt the beginning or the end of the so-many-th function that begins and ends a block; gives which."""
+    theirs = {guarded.Guarded.__exit__.__code__, guarded.Guarded.__enter__.__code__}  # Python calls these
+    counted, found = itertools.count(1), list[str]()
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        code, caller = frame.f_code, frame.f_back
+        if caller is None or not caller.f_code.co_filename.endswith("/guarded.py"):
+            return None
+        ours = code.co_filename in {contextlib.__file__, guarded.__file__} or code is bookkeeping.innermost.__code__
+        if not ours or code in theirs or code.co_flags & inspect.CO_GENERATOR:
+            return None
+        if event in {"call", "return"} and not found and next(counted) == number:
+            found.append(f"{event} {code.co_qualname}")
+            raise Interrupted
+        return step
+
+    sys.settrace(step)
+    try:
+        yield found
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("kind", ["django", "session"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_an_interrupt_leaves_no_transaction_open(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    """Wherever it falls between the parts of a block, while its traceback is kept too: one may go on with the database.
+
+    The block is kept as well, as that of a module is.
+    """
+    holder = client(kind)
+    for number in itertools.count(1):
+        lock, before = holder.lock(f"k{number}", ttl=30), notes(database)
+        block = holder.guarded(lock)
+        where, error = list[str](), None
+        try:
+            with struck(number) as where, block as given:
+                write(Django(holder.alias) if holder.django else given)
+        except Interrupted as interrupted:
+            error = interrupted
+        is_open = connections[holder.alias].in_atomic_block if holder.django else holder.given.in_transaction()
+        assert not is_open, where
+        assert lock.count == 0, where
+        assert block._withs == [], where
+        assert rival.gets_in(f"k{number}"), where
+        assert bool(where) is (error is not None)
+        if error is None:
+            assert notes(database) == before + 1
+            assert number > 10
+            return
 
 
 # -- interrupt=True

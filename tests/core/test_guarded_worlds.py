@@ -6,7 +6,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -107,12 +106,12 @@ class Lock(FakeLock):
 class Block(Guarded[Place]):
     """Over the one transaction of the world."""
 
-    @contextmanager
     def _begin(self) -> Generator[Place]:
         place: Place = self._lock.store
         place.step("begin", lambda: None, DatabaseError)
         try:
             try:
+                self._lock.guard(place)
                 yield place
             except BaseException:
                 place.step("rollback", lambda: None, DatabaseError)
@@ -193,7 +192,7 @@ def test_every_fault_at_every_step(raises: bool) -> None:
 
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transaction is not guarded."""
-    monkeypatch.setattr(Guarded, "_guard", lambda *_: None)
+    monkeypatch.setattr(Lock, "guard", lambda *_: None)
 
 
 def told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ lock.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -58,14 +58,12 @@ class _Block(Generic[T]):
         """Raise what forbids the transaction, before the lock is taken."""
 
     def _begin(self) -> Any:
-        """The transaction, as a context manager of what the block gives."""
+        """Begin the transaction, guard it, give what the block gives, and end the transaction."""
         raise NotImplementedError
 
-    def _innermost(self) -> Any:
+    def _innermost(self) -> tuple[Callable[[], Flow | None], Any]:
         """The block that ends now."""
-        block = innermost(self._withs, getattr(self._lock, "keys", None) or [self.key])
-        self._withs.remove(block)
-        return block[1]
+        return innermost(self._withs, getattr(self._lock, "keys", None) or [self.key])
 
     def _refuse_anew(self) -> None:
         """Raise LockLost if a body further out has lost the lock, so that this block has taken another tenure.
@@ -93,7 +91,7 @@ class Guarded(_Block[T]):
 
     if TYPE_CHECKING:
 
-        def _begin(self) -> AbstractContextManager[T]: ...
+        def _begin(self) -> Generator[T]: ...
 
     @contextmanager
     def _block(self) -> Generator[T]:
@@ -105,9 +103,7 @@ class Guarded(_Block[T]):
                 yield lock
                 return
             self._refuse_anew()
-            with self._begin() as given:
-                self._guard(given)
-                yield given
+            yield from self._begin()  # and no `with`, whose generator an interrupt of it would leave where it is
         except BaseException as raised:
             error = raised
             raise
@@ -116,20 +112,36 @@ class Guarded(_Block[T]):
                 lock.__exit__(None, None, None)
             except LockError as late:
                 _tell(late, error)
-
-    def _guard(self, given: Any) -> None:
-        self._lock.guard(given)
+            finally:
+                del error  # it refers to this frame
 
     def __enter__(self) -> T:
-        block = self._block()
-        given = block.__enter__()
-        self._withs.append((current_flow().ref, block))
+        begun = current_flow().ref, self._block()
+        try:
+            given = begun[1].__enter__()
+            self._withs.append(begun)
+        except BaseException:
+            self._abandon(begun)
+            raise
         return given
+
+    def _abandon(self, begun: tuple[Callable[[], Flow | None], Any]) -> None:
+        """End a block that an interrupt has left where it was: its transaction is rolled back, the lock released."""
+        if begun in self._withs:
+            self._withs.remove(begun)
+        begun[1].gen.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        swallows: bool | None = self._innermost().__exit__(kind, error, trace)
+        begun = None
+        try:
+            begun = self._innermost()
+            self._withs.remove(begun)
+            swallows: bool | None = begun[1].__exit__(kind, error, trace)
+        except BaseException:
+            self._abandon(begun or self._innermost())
+            raise
         return swallows
 
     if not TYPE_CHECKING:  # hidden from type checkers
@@ -179,6 +191,7 @@ class AsyncGuarded(_Block[T]):
                     hold.committing = False
                     for outer in hold.locks() if hold.lease.loss is not None else ():
                         outer._interrupt_body(hold)
+                del error, interrupt  # they refer to this frame
 
     async def __aenter__(self) -> T:
         block = self._block()
@@ -189,7 +202,9 @@ class AsyncGuarded(_Block[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        swallows: bool | None = await self._innermost().__aexit__(kind, error, trace)
+        begun = self._innermost()
+        self._withs.remove(begun)
+        swallows: bool | None = await begun[1].__aexit__(kind, error, trace)
         return swallows
 
     if not TYPE_CHECKING:  # hidden from type checkers
