@@ -344,6 +344,9 @@ class AutocommitPool:
             returned = self._lend_idle(connection.loop, slots)
             if returned is not None:
                 self._stop_waiting(connection, caller)
+                # A release that finds all others dead has the time to wait for this one, and to open another.
+                hangs_at = clock.now() + timing.DEFAULT.critical_timeout / 2
+                connection.expected_until = min(connection.expected_until, hangs_at)
             return returned
 
     def _stop_waiting(self, connection: PooledConnection, caller: Wakeup) -> None:
