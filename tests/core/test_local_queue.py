@@ -214,6 +214,7 @@ def test_unfair_flows_between_those_of_a_local_queue() -> None:
         assert world.rows["k"]["owner"] is None
 
 
+@pytest.mark.timeout(300)
 def test_whatever_goes_wrong_nothing_is_left() -> None:
     """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a local queue.
 

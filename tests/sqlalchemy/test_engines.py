@@ -826,6 +826,7 @@ def test_an_extension_after_the_end_is_refused(database: str) -> None:
     engine.dispose()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest.FixtureRequest, driver: str) -> None:
     """A thousand tasks that want locks at once, all of them the same one or each another, and all get theirs."""
@@ -940,7 +941,10 @@ def test_two_processes_with_one_token(request: pytest.FixtureRequest, database: 
             with db_lock(engine, "k", ttl=30) as lock:
                 fence, token, begin = lock.fence, lock.detach(), time.time() + (0.5 if number else 5.0)
             found = list(processes.map(_attach, [database] * 2, [token] * 2, [begin] * 2))
-            assert sorted(found) == [("held", fence), (str(Reason.USED), 0)]
+            assert ("held", fence) in found
+            assert {(str(Reason.USED), 0), (str(Reason.FREED), 0)} & {*found}, (
+                "freed: the other had released it already"
+            )
     with db_lock(engine, "k", timeout=0):
         pass
     engine.dispose()
