@@ -66,7 +66,7 @@ def administered(subject: Subject, actor: Actor, leader: Any, what: Callable[...
     """What an operator does to the row of the leader."""
     store = leader._lock._store()
     steps = what(store, KEY, subject.row(KEY)["fence"], "root: maintenance")
-    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps, store))
+    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps))
 
 
 def test_who_is_elected_leads_until_it_resigns(

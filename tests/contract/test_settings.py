@@ -519,8 +519,7 @@ def every_statement(
 
 def done(subject: Configured, actor: Actor, steps: Steps[Any]) -> Any:
     """What steps come to on that face."""
-    store: Any = subject.lock("k")._store()
-    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps, store))
+    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps))
 
 
 # -- what no lock can live with
