@@ -216,7 +216,7 @@ def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
 LOSSES = ("pause", "expiry", "release by force")
-STANDS = "what it has committed stands"
+STANDS = "stands or falls with its transaction"
 
 
 class Loss:
