@@ -161,9 +161,9 @@ from tests.support.subjects import Actor
 
 begun, plainly = [], protocol.sleep
 
-def sleep(seconds):
+def sleep(store, seconds):
     begun.append(seconds)
-    yield from plainly(600.0)
+    yield from plainly(store, 600.0)
 
 protocol.sleep = sleep
 if subject.variant == "django":
