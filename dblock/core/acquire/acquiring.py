@@ -87,8 +87,10 @@ def acquire(
 
 
 def answers_until(database: Database, start: float, deadline: float) -> float:
-    """The local time until which an attempt that began at `start` awaits answers: for as long as a try at least."""
-    return max(deadline + database.timing.answer_grace, start + database.timing.single_try)
+    """The local time until which an attempt that began at `start` awaits answers: one answer at least."""
+    timing = database.timing
+    least = timing.single_try if deadline <= start else min(2 * database.latency.distance, timing.farthest)
+    return max(deadline + timing.answer_grace, start + least)
 
 
 def await_first_answer(database: Database, key: str, start: float, deadline: float) -> Steps[float]:
@@ -103,7 +105,9 @@ def await_first_answer(database: Database, key: str, start: float, deadline: flo
         return until
     first = database.latency.first_asked(start) + database.timing.first_connection
     if first > start + single_try:
-        _ = yield from send(database, database.dialect.inspect, {"key": key}, until, answer_by=first)
+        _ = yield from send(database, database.dialect.inspect, {"key": key}, start + single_try, answer_by=first)
+    elif deadline > start:
+        return until
     return max(until, database.now() + single_try)
 
 
