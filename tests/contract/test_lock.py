@@ -282,7 +282,7 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
         for number in (fence, fence - 1, fence + 1)
         if (key, name, number) != ("k", owner, fence)
     ]
-    before = protocol.row("k")
+    before, database = protocol.row("k"), lock._store().database
 
     def attack(steps: Any) -> Any:
         if protocol.face == "sync":
@@ -290,10 +290,10 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
         return actor.do(lambda: adrive(steps))
 
     for stranger in strangers:
-        assert attack(tenures.extend(protocol.protocol, stranger, 600.0)) is None
-        assert attack(tenures.set_count(protocol.protocol, stranger, 2, 600.0, 600.0)) is None
-        assert attack(tenures.verify(protocol.protocol, stranger)) is False
-        assert attack(tenures.release(protocol.protocol, stranger)) == tenures.Left(in_time=False)
+        assert attack(tenures.extend(database, stranger, 600.0)) is None
+        assert attack(tenures.set_count(database, stranger, 2, 600.0, 600.0)) is None
+        assert attack(tenures.verify(database, stranger)) is False
+        assert attack(tenures.release(database, stranger)) == tenures.Left(in_time=False)
     assert protocol.row("k") == before
     actor.call(lock, "release")
 

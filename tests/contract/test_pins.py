@@ -214,7 +214,7 @@ def test_a_key_in_passing(database: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with hung(database, "k") as (connection, _):
         seen: list[float] = []
 
-        def settle(seconds: float) -> Any:
+        def settle(_: Any, seconds: float) -> Any:
             seen.append(seconds)
             connection.rollback()
             return iter(())
