@@ -344,8 +344,8 @@ class AutocommitPool:
             returned = self._lend_idle(connection.loop, slots)
             if returned is not None:
                 self._stop_waiting(connection, caller)
-                # A release that finds all others dead has the time to wait for this one, and to open another.
-                hangs_at = clock.now() + timing.DEFAULT.critical_timeout / 2
+                # A caller that finds all others dead waits so long for this one, and has the time to open another.
+                hangs_at = clock.now() + timing.DEFAULT.single_try
                 connection.expected_until = min(connection.expected_until, hangs_at)
             return returned
 
