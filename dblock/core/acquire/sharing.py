@@ -5,10 +5,10 @@ the door as any lock, enter, and hand the door on. A writer acquires the door an
 finds shares in its way waits until they are left, and is notified of that. So all wait in one queue, first come, first
 served; `dblock.core.statements.shares` says why it is safe.
 
-Who may not begin yet has the lease of a waiter, on the door and on the permits that it collects: if it dies, the others
-wait no longer for it than for any waiter. The last one of its permits is taken with a whole lease, as is a door by
-which a writer gets in at once. The other leases are made whole before it begins (`queue.accept`), and all of its
-tenures count from then on; only a writer whose watchdog does that at once leaves it to it.
+A caller that may not begin yet holds the door, and the permits that it collects, with the lease of a waiter. If it
+dies, the others wait no longer for it than for any waiter. Before it begins it makes these leases whole
+(`queue.accept`), and its tenures count from then on. Two leases are whole from the start: that of its last permit, and
+that of a door by which a writer gets in at once. A writer whose watchdog renews at once leaves it to the watchdog.
 
 Rule: what was begun is either returned or left, and the door either kept or handed on, whatever interrupts.
 """

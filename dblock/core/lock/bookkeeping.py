@@ -51,7 +51,7 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
 
 
 def let_expire(blocks: Iterable[tuple[Callable[[], Flow | None], Hold | None]]) -> None:
-    """Renew no more the holds of blocks whose flows are over: one of them can no longer be left, nobody knows which."""
+    """Stop renewing the holds of blocks whose flows are over: no code can leave one of them, and which is not known."""
     for flow, hold in blocks:
         if hold is not None and is_over(flow):
             hold.lease.renewing = False

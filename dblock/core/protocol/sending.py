@@ -59,7 +59,7 @@ class Database:
     def store(self) -> Runner:
         """What runs the steps that are about it; alive for as long as a step is run."""
         store = self.runner()
-        assert store is not None  # noqa: S101 - whoever drives the steps refers to it
+        assert store is not None  # noqa: S101 - the caller that drives the steps refers to it
         return store
 
     @property
