@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack
 
 from dblock import conf
-from dblock.core.lock.several import AsyncLocks, SyncLocks, enter, once
+from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.validation import valid_timeout
 from dblock.guarded import Atomic
 from dblock.locks import Lock, Options
@@ -35,7 +35,7 @@ class Locks(SyncLocks):
     __aexit__ = AsyncLocks.__aexit__
 
     async def __aenter__(self) -> Self:
-        await enter(self)
+        _ = await self._members[0]._adrive(self._take(self._timeout, block=True))
         return self
 
     def __call__(self, function: F) -> F:

@@ -358,7 +358,6 @@ CASES = [
 OPEN = "a block that was interrupted as it began or ended is open for as long as its object lives, and is renewed"
 ENDS = {Case("end", "kept"): OPEN}
 BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
-LEFT = "an interrupt between two of the locks leaves the others, and the object says that it holds nothing"
 KNOWN: dict[str, dict[Case, str]] = {
     "lock": BOTH,
     "lock, inside another object": {case: why for case, why in BOTH.items() if case.phase != "wait"},
@@ -369,7 +368,6 @@ KNOWN: dict[str, dict[Case, str]] = {
     "permit": BOTH,
     "semaphore": BOTH,
     "locks": BOTH,
-    "locks, acquired": {Case("end", life): LEFT for life in ("dropped", "kept")},
     "leader": ENDS,
     "majority": {
         **BOTH,

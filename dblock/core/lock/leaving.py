@@ -53,11 +53,16 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
 
 def release(lock: BaseLock) -> Steps[None]:
     """Leave this flow's hold by the last entry that is not a `with`, if there is one, else by the last."""
+    entry, hold = block_to_release(lock)
+    yield from _release(lock, hold, entry)
+
+
+def block_to_release(lock: BaseLock) -> Block:
+    """What release() leaves."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("release")
-    last = next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
-    yield from _release(lock, hold, last)
+    return Block(next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1]), hold)
 
 
 def leave_entry(lock: BaseLock, block: Block) -> Steps[None]:

@@ -8,26 +8,27 @@ Rule: whatever ends the taking early, a timeout, an error or an interrupt, what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import clock
+from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout
-from dblock.core.holding.flow import Block, Flow, Hold, current_task
-from dblock.core.lock import entering, leaving
+from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
+from dblock.core.lock import entering, operations
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.leaving_several import Entered, leave_each, release_each
+from dblock.core.lock.locks import Timeout, gives_way, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
-from dblock.core.validation import acquire_timeout
+from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import Seconds, State
 
 F = TypeVar("F", bound=Callable[..., Any])
-Entered = list[tuple[Any, Block]]
-"""Locks, and how each was entered; the last one first where they are to be left."""
 
 
 def once(keys: Sequence[Any]) -> list[Any]:
@@ -38,10 +39,6 @@ def once(keys: Sequence[Any]) -> list[Any]:
         if by := getattr(type(each), "_locks_by", None):
             raise TypeError(f"db_locks() takes locks, and a {type(each).__name__} is none: use its {by}")
     return list(dict.fromkeys(keys))
-
-
-class _Busy(Exception):
-    """One of the locks was not free in time."""
 
 
 class BaseLocks:
@@ -130,60 +127,95 @@ class BaseLocks:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self.keys))}: {self.state or 'not held here'}>"
 
-    # -- helpers
+    # -- the operations, as steps
 
-    def _in_order(self) -> list[Any]:
-        """Each lock once, in the order in which all flows take them; of a reader's and a writer's the writer's."""
-        found = dict[object, tuple[tuple[str, str, str], int, Any]]()
-        for number, lock in enumerate(self._members):
-            store = lock._store()
-            place = str(store.location or store.name), repr(store.database.dialect.tables), lock.key
-            # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
-            what = lock if lock._flow else (store, lock.key, lock._kind)
-            known = found.setdefault(what, (place, number, lock))
-            if lock._reading < known[2]._reading:
-                found[what] = (place, number, lock)
-        return [lock for _, _, lock in sorted(found.values(), key=lambda each: each[:2])]
+    def _take(self, timeout: float | None, *, block: bool) -> Steps[bool]:
+        """Take them all, or none; False if one of them was not free in time.
 
-    def _in_turn(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
-        """Each lock, and the time that is left for it."""
+        `block`: for a `with`, whose LockTimeout is raised, unless it is a call of a decorated function that is skipped.
+        """
+        if block:
+            refuse_to_skip(self)
         deadline = None if timeout is None else clock.now() + timeout
-        for lock in self._in_order():
-            yield lock, None if deadline is None else max(deadline - clock.now(), 0.0)
+        before = {entered.entry for _, entered in self._entered()}
+        interruptible = list[tuple[BaseLock, Hold]]()
+        try:
+            for lock in self._in_order():
+                left = None if deadline is None else max(deadline - clock.now(), 0.0)
+                if block:
+                    yield from entering.enter_block(lock, left)
+                    if lock.options.interrupt:
+                        interruptible.append((lock, lock._surely_held()))
+                        interruptible[-1][1].cancelling = current_task().cancelling()
+                elif isinstance((yield from entering.acquire(lock, left)), Refused):
+                    raise LockTimeout(key=lock.key)  # noqa: TRY301 - what was taken is released below
+            self._begin()
+            if block:
+                self._withs.append((current_flow().ref, self._entered(before)))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            yield from leave_each(lambda: self._entered(before), error)
+            for lock, hold in interruptible:
+                if was_ours(hold, error):  # only the loss of a lock cancelled this
+                    raise lock._lost(hold) from error
+            if not isinstance(error, LockTimeout) or (block and not skips(self, error)):
+                raise
+            return False
+        return True
 
-    def _open(self) -> None:
+    def _begin(self) -> None:
         """Called once all are taken: each counts from now on. Raises LockLost if one was lost meanwhile."""
         for lock in self._in_order():
             hold = lock._surely_held()
             if len(hold.entries) == 1:
                 entering.count_min_hold(hold, lock, begins=True)
 
+    def _release(self) -> Steps[None]:
+        return release_each(self._in_order()[::-1])
+
+    def _extend(self, ttl: Seconds | None) -> Steps[None]:
+        for lock in self._in_order():
+            yield from operations.extend(lock, lock._ttl if ttl is None else valid_ttl(ttl))
+
+    def _verify(self) -> Steps[bool]:
+        for lock in self._in_order():
+            _ = yield from operations.verify(lock)
+        return True
+
+    def _exit(self, error: BaseException | None) -> Steps[None]:
+        """End a `with`; `error` is the body's exception."""
+        if self._skipped:
+            return
+        block = innermost(self._withs, self.keys)
+        self._withs.remove(block)
+        try:
+            yield from leave_each(lambda: block[1])
+        except LockError as late:
+            if [lock for lock, entered in block[1] if was_ours(entered.hold, error)]:
+                raise late from error
+            if not gives_way(late, error):
+                raise
+
+    # -- helpers
+
+    def _in_order(self) -> list[Any]:
+        """Each lock once, in the order in which all flows take them; of a reader's and a writer's the writer's."""
+        found = dict[object, BaseLock]()
+        for lock in sorted(self._members, key=_place):
+            # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
+            _ = found.setdefault(lock if lock._flow else (lock._store(), lock.key, lock._kind), lock)
+        return list(found.values())
+
     def _holds(self) -> list[Hold]:
         """What this flow holds through the locks."""
         return [hold for lock in self._members for hold in lock._holds()]
 
-    def _entered(self) -> Entered:
-        """What this flow has entered through these locks."""
-        found = Entered()
-        for lock in self._in_order():
-            hold = lock._hold_here()
-            found += [(lock, Block(each, hold)) for each in (hold.entries if hold else ()) if each.lock is lock]
-        return found
-
-    def _since(self, before: Entered) -> Entered:
-        """What this flow has entered since, last first."""
-        known = {block.entry for _, block in before}
-        return [each for each in self._entered()[::-1] if each[1].entry not in known]
-
-    def _begun(self, before: Entered) -> None:
-        """Remember the blocks of a `with`."""
-        self._withs.append((current_flow().ref, self._since(before)))
-
-    def _ended(self) -> Entered:
-        """The blocks of the `with` that ends."""
-        block = innermost(self._withs, self.keys)
-        self._withs.remove(block)
-        return block[1]
+    def _entered(self, before: Collection[Entry] = ()) -> Entered:
+        """What this flow has entered through these locks, but for the entries `before`; last first."""
+        holds = [(lock, hold) for lock in self._in_order() if (hold := lock._hold_here()) is not None]
+        entered = [(lock, Block(each, hold)) for lock, hold in holds for each in hold.entries if each.lock is lock]
+        return [each for each in entered[::-1] if each[1].entry not in before]
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
@@ -192,12 +224,15 @@ class BaseLocks:
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
         members = [lock._for_call(each, args, kwargs) for lock, each in zip(self._members, templates, strict=True)]
-        once: dict[object, Any] = {  # two may have the same key in this call
-            lock if lock._flow else (lock._store(), lock.key, lock._kind, lock._reading): lock for lock in members[::-1]
-        }
-        made = type(self)(list(once.values())[::-1], self._timeout)
+        made = type(self)(members, self._timeout)
         made.options, made._skipped, made._template = self.options, False, templates[0]
         return made
+
+
+def _place(lock: BaseLock) -> tuple[str, str, str, int]:
+    """Where a lock comes among others: by its database and key, a reader after a writer."""
+    store = lock._store()
+    return str(store.location or store.name), repr(store.database.dialect.tables), lock.key, lock._reading
 
 
 class SyncLocks(BaseLocks):
@@ -205,82 +240,35 @@ class SyncLocks(BaseLocks):
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time. As `Lock.acquire`."""
-        wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
-        try:
-            for lock, left in self._in_turn(wait):
-                if not isinstance(lock._drive(entering.acquire(lock, left)), Hold):
-                    raise _Busy  # noqa: TRY301 - what was taken is released below
-            self._open()
-        except BaseException as error:
-            self._leave(self._since(before), leaving.leave_entry, error)
-            if not isinstance(error, (_Busy, LockTimeout)):
-                raise
-        else:
-            return True
-        return False
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        return self._members[0]._drive(self._take(wait, block=False))  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Leave each of them once, also if one of them was lost; raises LockNotHeld, or LockLost for the first."""
-        self._leave([(lock, None) for lock in self._in_order()[::-1]], lambda lock, _: leaving.release(lock))
-
-    def _leave(
-        self, entered: Sequence[tuple[Any, Any]], leave: Callable[..., Steps[None]], error: BaseException | None = None
-    ) -> None:
-        """Leave all of that. An error of a release is raised, or becomes a note on `error`, which ended the taking."""
-        late: BaseException | None = None
-        for lock, block in entered:
-            try:
-                lock._drive(leave(lock, block))
-            except BaseException as raised:  # noqa: BLE001 - the others must be left
-                late = _worse(late, raised)
-        if late is not None and not _is_noted(late, error):
-            raise late
+        self._members[0]._drive(self._release())
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let each lease end `ttl` seconds from now: sets, never adds."""
-        for lock in self._in_order():
-            lock.extend(ttl)
+        self._members[0]._drive(self._extend(ttl))
 
     def verify(self) -> bool:
         """True if the rows in the database still show this flow's tenures; raises LockLost otherwise."""
-        return all(lock.verify() for lock in self._in_order())
+        return self._members[0]._drive(self._verify())  # type: ignore[no-any-return]
 
     def guard(self, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends; `given` as for `Lock.guard`."""
         for lock in self._in_order():
             lock.guard(*given)
 
-    def _enter(self) -> None:
-        before = self._entered()
-        try:
-            for lock, left in self._in_turn(self._timeout):
-                lock._drive(entering.enter_block(lock, left))
-            self._open()
-            self._begun(before)
-        except BaseException as error:
-            self._leave(self._since(before), leaving.leave_block, error)
-            raise
-
     def __enter__(self) -> Self:
-        refuse_to_skip(self)
-        refuse_interrupt(any(lock.options.interrupt for lock in self._in_order()))
-        try:
-            self._enter()
-        except LockTimeout as busy:
-            if not skips(self, busy):
-                raise
+        refuse_interrupt(any(lock.options.interrupt for lock in self._members))
+        _ = self._members[0]._drive(self._take(self._timeout, block=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = Entered() if self._skipped else self._ended(), None
-        try:
-            self._leave(entered, leaving.leave_block)
-        except LockError as raised:
-            late = raised
-        if late is not None and not gives_way(late, error):
-            raise late
+        self._members[0]._drive(self._exit(error))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses("these locks block their thread: use `with`, or the locks of an AsyncEngine")
@@ -298,32 +286,20 @@ class AsyncLocks(BaseLocks):
 
     async def acquire(self: BaseLocks, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time."""
-        wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
-        try:
-            for lock, left in self._in_turn(wait):
-                if not isinstance(await lock._adrive(entering.acquire(lock, left)), Hold):
-                    raise _Busy  # noqa: TRY301 - what was taken is released below
-            self._open()
-        except BaseException as error:
-            await _aleave(self, self._since(before), leaving.leave_entry, error)
-            if not isinstance(error, (_Busy, LockTimeout)):
-                raise
-        else:
-            return True
-        return False
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        return await self._members[0]._adrive(self._take(wait, block=False))  # type: ignore[no-any-return]
 
     async def release(self: BaseLocks) -> None:
         """Leave each of them once."""
-        await _aleave(self, [(lock, None) for lock in self._in_order()[::-1]], lambda lock, _: leaving.release(lock))
+        await self._members[0]._adrive(self._release(), undisturbed=True)
 
     async def extend(self: BaseLocks, ttl: Seconds | None = None) -> None:
         """Let each lease end `ttl` seconds from now."""
-        for lock in self._in_order():
-            await AsyncLock.extend(lock, ttl)
+        await self._members[0]._adrive(self._extend(ttl))
 
     async def verify(self: BaseLocks) -> bool:
         """True if the rows in the database still show this flow's tenures; raises LockLost otherwise."""
-        return all([await AsyncLock.verify(lock) for lock in self._in_order()])
+        return await self._members[0]._adrive(self._verify())  # type: ignore[no-any-return]
 
     async def guard(self: BaseLocks, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends."""
@@ -331,20 +307,13 @@ class AsyncLocks(BaseLocks):
             await getattr(lock, "aguard", lock.guard)(*given)
 
     async def __aenter__(self) -> Self:
-        await enter(self)
+        _ = await self._members[0]._adrive(self._take(self._timeout, block=True))
         return self
 
     async def __aexit__(
         self: BaseLocks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = Entered() if self._skipped else self._ended(), None
-        try:
-            await _aleave(self, entered, leaving.leave_block)
-        except LockError as raised:
-            late = raised
-        ours = [block.hold for _, block in entered if was_ours(block.hold, error)]
-        if late is not None and (ours or not gives_way(late, error)):
-            raise late from error
+        await self._members[0]._adrive(self._exit(error), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("these are the locks of an event loop: use `async with`")
@@ -352,59 +321,3 @@ class AsyncLocks(BaseLocks):
     def __call__(self: BaseLocks, function: F) -> F:
         """Decorate a coroutine function: each call holds the locks; the keys are formatted with its arguments."""
         return adecorated(self, function, self._templates(function))
-
-
-async def enter(several: BaseLocks) -> None:
-    """Begin an `async with`."""
-    refuse_to_skip(several)
-    before = several._entered()
-    try:
-        for lock, left in several._in_turn(several._timeout):
-            await lock._adrive(entering.enter_block(lock, left))
-            if lock.options.interrupt:
-                lock._surely_held().cancelling = current_task().cancelling()
-        several._open()
-        several._begun(before)
-    except BaseException as error:
-        entered = several._since(before)
-        await _aleave(several, entered, leaving.leave_block, error)
-        for lock, block in entered:
-            if was_ours(block.hold, error):  # only the loss of a lock cancelled this
-                raise lock._lost(block.hold) from error
-        if not (isinstance(error, LockTimeout) and skips(several, error)):
-            raise
-
-
-async def _aleave(
-    several: BaseLocks,
-    entered: Sequence[tuple[Any, Any]],
-    leave: Callable[..., Steps[None]],
-    error: BaseException | None = None,
-) -> None:
-    """The asynchronous twin of `SyncLocks._leave`."""
-    late: BaseException | None = None
-    for lock, block in entered:
-        try:
-            await lock._adrive(leave(lock, block), undisturbed=True)
-        except BaseException as raised:  # noqa: BLE001 - the others must be left
-            late = _worse(late, raised)
-    if late is not None and not _is_noted(late, error):
-        raise late
-
-
-def _worse(first: BaseException | None, second: BaseException) -> BaseException:
-    """Of two errors of releases the one to raise: an interrupt, else the first; the other becomes a note on it."""
-    if first is None:
-        return second
-    if isinstance(first, LockError) and not isinstance(second, LockError):
-        first, second = second, first
-    first.add_note(str(second))
-    return first
-
-
-def _is_noted(late: BaseException, error: BaseException | None) -> bool:
-    """Whether the error of a release becomes a note on `error`, which ended the taking, instead of being raised."""
-    if error is None or not isinstance(late, LockError):
-        return False
-    error.add_note(str(late))
-    return True

@@ -1,0 +1,58 @@
+"""Leaving several locks at once: those of `db_locks`, and the permits of a semaphore.
+
+Rule: each is left, whatever leaving another one raises, and also if an interrupt comes between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dblock.core.errors import LockError, LockNotHeld
+from dblock.core.holding.flow import Block
+from dblock.core.lock.leaving import block_to_release, leave_block
+from dblock.core.protocol.steps import Steps
+
+Entered = list[tuple[Any, Block]]
+"""Locks, and how each was entered, in the order in which they are left."""
+
+
+def release_each(locks: Iterable[Any]) -> Steps[None]:
+    """Release each of them once. Raises LockNotHeld for the first that is not held, else as `leave_each`."""
+    held, error = Entered(), None
+    for lock in locks:
+        try:
+            held.append((lock, block_to_release(lock)))
+        except LockNotHeld as raised:
+            error = error or raised
+    yield from leave_each(lambda: held, error)
+    if error is not None:
+        raise error
+
+
+def leave_each(entered: Callable[[], Entered], error: BaseException | None = None) -> Steps[None]:
+    """Leave all of what `entered` returns. Raises an interrupt, else the first error of a lock.
+
+    With `error`, which its caller raises, an error of a lock becomes a note on that.
+    """
+    try:
+        yield from _leave(entered(), error)
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException as interrupt:
+        yield from _leave([each for each in entered() if each[1].entry in each[1].hold.entries], interrupt)
+        raise
+
+
+def _leave(entered: Entered, error: BaseException | None) -> Steps[None]:
+    late = error
+    for lock, block in entered:
+        try:
+            yield from leave_block(lock, block)
+        except LockError as raised:
+            if late is None:
+                late = raised
+            else:
+                late.add_note(str(raised))
+    if late is not None and late is not error:
+        raise late
