@@ -260,7 +260,7 @@ class MemoryStore(InMemory):
     @contextmanager
     def _waiting(self, step: Wait) -> Generator[Pause]:
         flows = self.process.flows
-        pause = Pause(self.clock.now() + step.seconds, flows.current(), flows._thread.life)
+        pause = Pause(self.clock.now() + step.seconds, flows.current(), flows.thread.life)
         self._pauses[step.wakeup] = pause
         try:
             yield pause

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -203,6 +203,34 @@ def test_all_orders_of_blocks_in_a_pool(subject: Subject, what: str) -> None:
             assert set().union(*running.values()) <= tenures(subject), order
         del block
         subject.run("DELETE FROM locks WHERE lock_key > 'k'")
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+@pytest.mark.parametrize("what", ["the lock of a reader"])
+def test_all_orders_of_generators_in_a_pool(subject: Subject, what: str) -> None:
+    """As FastAPI runs them: the end of a `with` leaves its own block, in whatever context it runs, and is not refused.
+
+    Nothing else is left.
+    """
+    for order in sorted(set(permutations("001122"))):
+        made, running = SHARED[what](subject), dict[str, tuple[Any, set[Any]]]()
+
+        def body(made: Any = made) -> Iterator[None]:
+            with made:
+                yield
+
+        for who in order:
+            run: Callable[..., Any] = copy_context().run if who in "12" else call
+            before = tenures(subject)
+            if who in running:
+                generator, its = running.pop(who)
+                assert run(next, generator, "ended") == "ended"
+                assert tenures(subject) == before - its, order
+            else:
+                generator = body()
+                run(next, generator)
+                running[who] = generator, tenures(subject) - before
+        assert tenures(subject) == set()
 
 
 def test_a_block_that_was_left_by_hand_is_not_left_twice(either: Subject, actor: Actor, other: Actor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
@@ -847,7 +847,9 @@ class Interrupted(BaseException):
 @contextlib.contextmanager
 def struck(number: int) -> Iterator[list[str]]:
     """Interrupt the beginning or the end of the so-many-th function that begins and ends a block; gives which."""
-    theirs = {guarded.Guarded.__exit__.__code__, guarded.Guarded.__enter__.__code__}  # Python calls these
+    theirs = {
+        method.__code__ for method in (cast("Any", guarded.Guarded.__exit__).leave, guarded.Guarded.__enter__)
+    }  # Python calls these
     counted, found = itertools.count(1), list[str]()
 
     def step(frame: FrameType, event: str, _: object) -> Any:

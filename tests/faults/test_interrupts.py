@@ -359,13 +359,6 @@ OPEN = "a block that was interrupted as it began or ended is open for as long as
 ENDS = {Case("end", "kept"): OPEN}
 BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
 KNOWN: dict[str, dict[Case, str]] = {
-    "lock": BOTH,
-    "lock, inside another object": {case: why for case, why in BOTH.items() if case.phase != "wait"},
-    "lock, inside itself": {case: why for case, why in BOTH.items() if case.phase != "wait"},
-    "read": BOTH,
-    "write": BOTH,
-    "read, inside write": {case: why for case, why in BOTH.items() if case.phase != "wait"},
-    "permit": BOTH,
     "semaphore": BOTH,
     "locks": BOTH,
     "leader": ENDS,

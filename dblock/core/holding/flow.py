@@ -114,13 +114,15 @@ class _Life:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.life = _Life()
+        self.loaded: Any = None
+        """The end of a block that was loaded last, a `Loaded`."""
 
 
 class Flows:
     """The flows of this process."""
 
     def __init__(self) -> None:
-        self._thread = _Thread()
+        self.thread = _Thread()
         self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
         self._began: ContextVar[None] = ContextVar("dblock flow began", default=None)
         self._again: tuple[Callable[[Any], Any], ...] = self._began.reset, self._began.set
@@ -143,7 +145,7 @@ class Flows:
         """The running flow of control."""
         task = current_task()
         if task is None:
-            flow, life = self._of_context.get(), self._thread.life
+            flow, life = self._of_context.get(), self.thread.life
             if flow is None or flow.life() is not life:  # of another thread, whose context was copied
                 flow = self._begin(life)
             elif not self._began_here(flow):
@@ -191,7 +193,7 @@ class Flows:
     def again(self, snapshot: Hold) -> Generator[None, None, None]:
         """Let this thread see a read-only copy of the hold as its own."""
         mine = self._of_context.get()
-        self._begin(self._thread.life).holds = {(snapshot.store, snapshot.key): snapshot}
+        self._begin(self.thread.life).holds = {(snapshot.store, snapshot.key): snapshot}
         try:
             yield
         finally:
@@ -243,11 +245,13 @@ class HoldObserver(Protocol):
 class Entry:
     """One entering of a hold."""
 
-    __slots__ = ("_lock", "detached", "kind")
+    __slots__ = ("_end", "_lock", "detached", "kind")
 
-    def __init__(self, lock: HoldObserver, kind: str) -> None:
+    def __init__(self, lock: HoldObserver, kind: str, end: Callable[[], object] | None = None) -> None:
+        """`end`: a reference to the end of its block, where that is known (see `dblock.core.lock.blocks`)."""
         # Only its own block can leave a `with`, and the block refers to the lock for as long as it is open.
         self._lock: Callable[[], HoldObserver | None] = weakref.ref(lock) if kind == "with" else lambda: lock
+        self._end = end or self._lock
         self.kind = kind
         """`acquire`, `with`, or `attach`, which a `with` may still take over."""
         self.detached = False
@@ -256,11 +260,11 @@ class Entry:
     @property
     def lock(self) -> HoldObserver | None:
         """The lock object that it was entered through; None once no code is left that could leave it."""
-        return self._lock()
+        return None if self._end() is None else self._lock()
 
     def is_block(self, lock: HoldObserver) -> bool:
         """Whether it is a `with` of this lock object."""
-        return self.kind == "with" and self._lock() is lock
+        return self.kind == "with" and self.lock is lock
 
 
 class Block(NamedTuple):

@@ -334,7 +334,11 @@ class BaseLock:
     def _open_blocks(self) -> list[Block]:
         """The `with`s of this process that have not been left by `release()`."""
         mine = [block for block in self._blocks if block.hold.who["pid"] == os.getpid()]
-        return [block for block in mine if block.entry.detached or block.entry in block.hold.entries]
+        return [
+            block
+            for block in mine
+            if block.entry.lock is not None and (block.entry.detached or block.entry in block.hold.entries)
+        ]
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
         """The hold of this flow; `flow` is this flow if known."""

@@ -25,8 +25,9 @@ B = TypeVar("B", bound=tuple[Any, ...])
 
 
 def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an object for each block") -> B:
-    """Of the open `with`s of an object the one that ends here; each of them begins with the reference to its flow.
+    """Of the open blocks of an object the one that ends here; each of them begins with the reference to its flow.
 
+    It is asked where nothing tells which: a `with` knows its block (`dblock.core.lock.blocks`), an ExitStack does not.
     That is the innermost of this flow. A flow that has none ends the only one, or the only one whose flow is over, as
     a pool may run the beginning and the end of a block in different threads. Raises LockNotHeld if there are several:
     the bodies of all but one still run.

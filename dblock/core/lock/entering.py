@@ -19,6 +19,7 @@ from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.blocks import Loaded, loaded
 from dblock.core.lock.bookkeeping import begin_hold, forget
 from dblock.core.lock.leaving import _release
 from dblock.core.protocol import tenures
@@ -36,9 +37,13 @@ def acquire(
     flow: Flow | None = None,
     *,
     granted: Grant | None = None,
+    end: Callable[[], object] | None = None,
 ) -> Steps[Hold | Refused]:
-    """The hold of this flow, else the refusal. `flow`: this flow, if known; `granted`: what has been taken already."""
-    entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or lock._running_flow()
+    """The hold of this flow, else the refusal.
+
+    `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
+    """
+    entry, observers, flow = Entry(lock, kind, end), runtime.current.watchdog.observers, flow or lock._running_flow()
     begin = _acquire if granted is None else functools.partial(_begin_granted, granted)
     if observers is None:
         steps = begin(lock, timeout, entry, flow)
@@ -173,7 +178,7 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     `timeout` is the lock's own by default. With `on_busy="skip"` the call of a decorated function is marked as skipped
     instead.
     """
-    steps = enter_block(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout)
+    steps = enter_block(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout, loaded(lock))
     if lock.options.on_busy == "raise":
         return steps
     from dblock.core.lock.key_template import or_skip  # noqa: PLC0415 - for those who decorate
@@ -181,20 +186,23 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     return or_skip(lock, steps)
 
 
-def enter_block(lock: BaseLock, timeout: float | None) -> Steps[None]:
+def enter_block(lock: BaseLock, timeout: float | None, its: Loaded | None = None) -> Steps[None]:
     """The same, whatever `on_busy` says."""
-    flow = lock._running_flow()
+    flow, end = lock._running_flow(), its and its.end
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
-        hold.entries[-1] = Entry(lock, "with")
+        hold.entries[-1] = Entry(lock, "with", end)
     else:
-        found = yield from acquire(lock, timeout, "with", flow)
+        found = yield from acquire(lock, timeout, "with", flow, end=end)
         if isinstance(found, Refused):
             from dblock.core.lock.failures import timed_out  # noqa: PLC0415 - only for the error
 
             raise (yield from timed_out(lock, found)) from found.busy
         hold = found
-    lock._blocks.append(Block(hold.entries[-1], hold))
+    block = Block(hold.entries[-1], hold)
+    lock._blocks = [*(each for each in lock._blocks if each.entry.lock is not None), block]
+    if its is not None:
+        its.opened.append(block)
 
 
 L = TypeVar("L", bound=BaseLock)

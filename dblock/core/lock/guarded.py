@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow
+from dblock.core.lock.blocks import block_end, loaded
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import SAYS_NOTHING, refuses
@@ -30,13 +31,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
+Begun = tuple[Callable[[], Flow | None], Any]
+"""A reference to the flow that has begun a block, and the context manager that it has entered."""
+
+
 class _Block(Generic[T]):
     """What begins guarded blocks on a lock, or on several; any number of flows may be inside at a time."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._withs: list[tuple[Callable[[], Flow | None], Any]] = []
-        """The open blocks, each behind a reference to the flow that began it."""
+        self._withs: list[Begun] = []
+        """The open blocks that no `with` has begun: their methods were called by hand, or by an ExitStack."""
 
     @property
     def key(self) -> str:
@@ -54,6 +59,10 @@ class _Block(Generic[T]):
         skipped: bool | None = self._lock._skipped
         return skipped
 
+    def _block(self) -> Any:
+        """The context manager of one block."""
+        raise NotImplementedError
+
     def _refuse(self) -> None:
         """Raise what forbids the transaction, before the lock is taken."""
 
@@ -61,9 +70,15 @@ class _Block(Generic[T]):
         """Begin the transaction, guard it, give what the block gives, and end the transaction."""
         raise NotImplementedError
 
-    def _innermost(self) -> tuple[Callable[[], Flow | None], Any]:
-        """The block that ends now."""
-        return innermost(self._withs, getattr(self._lock, "keys", None) or [self.key])
+    def _new(self) -> tuple[Begun, list[Begun]]:
+        """A block that begins, and the list that refers to it for as long as it is open."""
+        its = loaded(self)
+        return (current_flow().ref, self._block()), self._withs if its is None else its.opened
+
+    def _ending(self, opened: list[Begun] | None) -> tuple[Begun, list[Begun]]:
+        """The block that ends, and the list that refers to it; `opened`: that of its `with`."""
+        found = opened or self._withs
+        return innermost(found, getattr(self._lock, "keys", None) or [self.key]), found
 
     def _refuse_anew(self) -> None:
         """Raise LockLost if a body further out has lost the lock, so that this block has taken another tenure.
@@ -97,6 +112,7 @@ class Guarded(_Block[T]):
     def _block(self) -> Generator[T]:
         self._refuse()
         lock, error = self._lock, None
+        leave = lock.__exit__  # loaded first, as by a `with`
         lock.__enter__()
         try:
             if lock._skipped:
@@ -109,38 +125,43 @@ class Guarded(_Block[T]):
             raise
         finally:
             try:
-                lock.__exit__(None, None, None)
+                leave(None, None, None)
             except LockError as late:
                 _tell(late, error)
             finally:
                 del error  # it refers to this frame
 
     def __enter__(self) -> T:
-        begun = current_flow().ref, self._block()
+        begun, blocks = self._new()
         try:
-            given = begun[1].__enter__()
-            self._withs.append(begun)
+            given: T = begun[1].__enter__()
+            blocks.append(begun)
         except BaseException:
-            self._abandon(begun)
+            self._abandon(begun, blocks)
             raise
         return given
 
-    def _abandon(self, begun: tuple[Callable[[], Flow | None], Any]) -> None:
+    def _abandon(self, begun: Begun, blocks: list[Begun]) -> None:
         """End a block that an interrupt has left where it was: its transaction is rolled back, the lock released."""
-        if begun in self._withs:
-            self._withs.remove(begun)
+        if begun in blocks:
+            blocks.remove(begun)
         begun[1].gen.close()
 
+    @block_end
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Begun] | None = None,
     ) -> bool | None:
-        begun = None
+        ending = None
         try:
-            begun = self._innermost()
-            self._withs.remove(begun)
+            begun, blocks = ending = self._ending(opened)
+            blocks.remove(begun)
             swallows: bool | None = begun[1].__exit__(kind, error, trace)
         except BaseException:
-            self._abandon(begun or self._innermost())
+            self._abandon(*(ending or self._ending(opened)))
             raise
         return swallows
 
@@ -163,6 +184,7 @@ class AsyncGuarded(_Block[T]):
     async def _block(self) -> AsyncGenerator[T]:
         self._refuse()
         lock, error, holds = self._lock, None, []
+        leave = lock.__aexit__  # loaded first, as by an `async with`
         await lock.__aenter__()
         try:
             if lock._skipped:
@@ -181,7 +203,7 @@ class AsyncGuarded(_Block[T]):
         finally:
             interrupt = None if isinstance(error, Exception) else error
             try:
-                await lock.__aexit__(type(interrupt) if interrupt else None, interrupt, None)
+                await leave(type(interrupt) if interrupt else None, interrupt, None)
             except LockError as late:
                 if interrupt is not None:  # only the loss of the lock has cancelled the body: it was rolled back
                     raise
@@ -194,16 +216,21 @@ class AsyncGuarded(_Block[T]):
                 del error, interrupt  # they refer to this frame
 
     async def __aenter__(self) -> T:
-        block = self._block()
-        given = await block.__aenter__()
-        self._withs.append((current_flow().ref, block))
+        begun, blocks = self._new()
+        given: T = await begun[1].__aenter__()
+        blocks.append(begun)
         return given
 
+    @block_end
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Begun] | None = None,
     ) -> bool | None:
-        begun = self._innermost()
-        self._withs.remove(begun)
+        begun, blocks = self._ending(opened)
+        blocks.remove(begun)
         swallows: bool | None = await begun[1].__aexit__(kind, error, trace)
         return swallows
 

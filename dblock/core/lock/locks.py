@@ -5,14 +5,15 @@ Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self, TypeVar
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
-from dblock.core.holding.flow import Hold, current_task
+from dblock.core.holding.flow import Block, Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.blocks import block_end
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -78,11 +79,11 @@ def refuse_interrupt(interrupt: bool) -> None:
         raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
-async def leave(lock: BaseLock, error: BaseException | None) -> None:
+async def leave(lock: BaseLock, error: BaseException | None, opened: Sequence[Block] = ()) -> None:
     """End an `async with`; `error` is the body's exception."""
     hold = lock._hold()
     try:
-        await lock._adrive(leaving.leave_block(lock), undisturbed=True)
+        await lock._adrive(leaving.leave_block(lock, *opened), undisturbed=True)
     except LockError as late:
         if hold is not None and was_ours(hold, error):
             raise late from error
@@ -176,11 +177,16 @@ class SyncLock(BaseLock):
         self._drive(entering.enter(self))
         return self
 
+    @block_end
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Block] = (),
     ) -> None:
         try:
-            self._drive(leaving.leave_block(self))
+            self._drive(leaving.leave_block(self, *opened))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -237,10 +243,15 @@ class AsyncLock(BaseLock):
     async def __aenter__(self) -> Self:
         return await enter(self)
 
+    @block_end
     async def __aexit__(
-        self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self: BaseLock,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Block] = (),
     ) -> None:
-        await leave(self, error)
+        await leave(self, error, opened)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")
