@@ -35,7 +35,7 @@ class Locks(SyncLocks):
     __aexit__ = AsyncLocks.__aexit__
 
     async def __aenter__(self) -> Self:
-        _ = await self._members[0]._adrive(self._take(self._timeout, block=True))
+        _ = await self._members[0]._adrive(self._enter())
         return self
 
     def __call__(self, function: F) -> F:

@@ -360,7 +360,6 @@ ENDS = {Case("end", "kept"): OPEN}
 BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
 KNOWN: dict[str, dict[Case, str]] = {
     "semaphore": BOTH,
-    "locks": BOTH,
     "leader": ENDS,
     "majority": {
         **BOTH,

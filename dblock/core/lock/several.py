@@ -18,6 +18,7 @@ from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.blocks import Loaded, block_end, loaded
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.leaving_several import Entered, leave_each, release_each
@@ -29,6 +30,8 @@ from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import Seconds, State
 
 F = TypeVar("F", bound=Callable[..., Any])
+Opened = tuple[Callable[[], Flow | None], Entered]
+"""A reference to the flow that has begun a block, and what that has entered."""
 
 
 def once(keys: Sequence[Any]) -> list[Any]:
@@ -62,8 +65,8 @@ class BaseLocks:
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
-        self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
-        """The open `with`s: a reference to the flow of each, and what it has entered."""
+        self._withs: list[Opened] = []
+        """The open blocks that no `with` has begun: their methods were called by hand, or by an ExitStack."""
         for lock in members:
             if lock.options.on_busy != "raise":
                 raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
@@ -129,10 +132,15 @@ class BaseLocks:
 
     # -- the operations, as steps
 
-    def _take(self, timeout: float | None, *, block: bool) -> Steps[bool]:
+    def _enter(self) -> Steps[bool]:
+        """Begin a `with`."""
+        return self._take(self._timeout, block=True, its=loaded(self))
+
+    def _take(self, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[bool]:
         """Take them all, or none; False if one of them was not free in time.
 
         `block`: for a `with`, whose LockTimeout is raised, unless it is a call of a decorated function that is skipped.
+        `its`: the end of that `with`.
         """
         if block:
             refuse_to_skip(self)
@@ -143,7 +151,7 @@ class BaseLocks:
             for lock in self._in_order():
                 left = None if deadline is None else max(deadline - clock.now(), 0.0)
                 if block:
-                    yield from entering.enter_block(lock, left)
+                    yield from entering.enter_block(lock, left, its and Loaded(its.end, []))
                     if lock.options.interrupt:
                         interruptible.append((lock, lock._surely_held()))
                         interruptible[-1][1].cancelling = current_task().cancelling()
@@ -151,7 +159,8 @@ class BaseLocks:
                     raise LockTimeout(key=lock.key)  # noqa: TRY301 - what was taken is released below
             self._begin()
             if block:
-                self._withs.append((current_flow().ref, self._entered(before)))
+                blocks = self._withs if its is None else its.opened
+                blocks.append((current_flow().ref, self._entered(before)))
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -183,12 +192,13 @@ class BaseLocks:
             _ = yield from operations.verify(lock)
         return True
 
-    def _exit(self, error: BaseException | None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception."""
+    def _exit(self, error: BaseException | None, opened: list[Opened] | None) -> Steps[None]:
+        """End a `with`; `error` is the body's exception, `opened` holds the block of a `with` that is known."""
         if self._skipped:
             return
-        block = innermost(self._withs, self.keys)
-        self._withs.remove(block)
+        blocks = opened or self._withs
+        block = innermost(blocks, self.keys)
+        blocks.remove(block)
         try:
             yield from leave_each(lambda: block[1])
         except LockError as late:
@@ -262,13 +272,18 @@ class SyncLocks(BaseLocks):
 
     def __enter__(self) -> Self:
         refuse_interrupt(any(lock.options.interrupt for lock in self._members))
-        _ = self._members[0]._drive(self._take(self._timeout, block=True))
+        _ = self._members[0]._drive(self._enter())
         return self
 
+    @block_end
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Opened] | None = None,
     ) -> None:
-        self._members[0]._drive(self._exit(error))
+        self._members[0]._drive(self._exit(error, opened))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses("these locks block their thread: use `with`, or the locks of an AsyncEngine")
@@ -307,13 +322,18 @@ class AsyncLocks(BaseLocks):
             await getattr(lock, "aguard", lock.guard)(*given)
 
     async def __aenter__(self) -> Self:
-        _ = await self._members[0]._adrive(self._take(self._timeout, block=True))
+        _ = await self._members[0]._adrive(self._enter())
         return self
 
+    @block_end
     async def __aexit__(
-        self: BaseLocks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self: BaseLocks,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Opened] | None = None,
     ) -> None:
-        await self._members[0]._adrive(self._exit(error), undisturbed=True)
+        await self._members[0]._adrive(self._exit(error, opened), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("these are the locks of an event loop: use `async with`")
