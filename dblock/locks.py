@@ -24,7 +24,7 @@ from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import Given, explained
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
@@ -73,13 +73,13 @@ class Lock(SyncLock):
     def _default_slow_wait(self) -> float:
         return conf.slow_wait()
 
-    def _drive(self, steps: Steps[T]) -> T:
+    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
         if in_async_code():
             raise SynchronousOnlyOperation(
                 "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
                 "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
             )
-        return drive(steps)
+        return drive(steps, cancel=cancel)
 
     def _store(self) -> DjangoStore:
         return store_for(self.using, self)

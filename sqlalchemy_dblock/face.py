@@ -17,7 +17,7 @@ from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
 from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt
 from dblock.core.options import Given, explained
 from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
@@ -137,11 +137,11 @@ class Lock(_EngineLock, Begins, SyncLock):
         super().__init__(engine, key, *unnamed, **options)
         refuse_interrupt(self.options.interrupt)
 
-    def _drive(self, steps: Steps[T]) -> T:
+    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
         if current_task() is not None:
             text = f"the lock of an Engine blocks the event loop while the database answers: {INSTEAD}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)  # Python shows it once
-        return super()._drive(steps)
+        return super()._drive(steps, cancel)
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the key until the open transaction ends, whatever happens: no other tenure begins before.

@@ -14,7 +14,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from enum import Enum
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from dblock.core import clock, runtime, timing
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
-from dblock.core.protocol.steps import Sleep, Step, Steps, Wait, wait
+from dblock.core.protocol.steps import Cancel, Cancelled, Steps, wait
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
@@ -49,10 +49,6 @@ MOVES: Final = {
 """The legal moves."""
 
 
-class Left(BaseException):
-    """Thrown into the steps of an ask that was left; they clean up as after any interrupt."""
-
-
 class Ask(Generic[T]):
     """Steps on one database, as their caller sees them."""
 
@@ -70,8 +66,8 @@ class Ask(Generic[T]):
         """Whether its steps have ended with a result, or with an error of the lock."""
         self._steps, self._undo, self._caller = steps, undo, wakeup
         self._result: T | None = None
-        self._wakeup: Wakeup | None = None
-        """That of the pause in which its steps are."""
+        self.cancel = Cancel()
+        """Set when it is left."""
         self._mutex = threading.RLock()  # a signal handler may leave
 
     def pending(self) -> bool:
@@ -94,16 +90,16 @@ class Ask(Generic[T]):
             left = self._move(Stage.LEFT)
         if left and answered and self.error is None:
             asks.begin(self.store, self._undone())
-        elif left and (wakeup := self._wakeup) is not None:
-            wakeup.notify()
+        elif left:
+            self.cancel.set()
 
     def work(self) -> Steps[None]:
         """Run the steps to their end."""
         error: LockError | None = None
         result: Any = None
         try:
-            result = yield from self._until_left()
-        except Left:
+            result = yield from self._steps
+        except Cancelled:
             return
         except LockError as raised:
             error = raised
@@ -117,6 +113,7 @@ class Ask(Generic[T]):
             if not any(each.prompt and each.pending() for each in self.among):
                 self._caller.notify()
         elif error is None:
+            self.cancel.over = True
             yield from self._undone()
 
     def _undone(self) -> Steps[None]:
@@ -131,34 +128,6 @@ class Ask(Generic[T]):
                 return False
             self.stage = stage
             return True
-
-    def _until_left(self) -> Generator[Step, Any, T]:
-        """The steps; once the ask was left, their next pause is interrupted.
-
-        A bare `yield`, against the rule of `protocol.steps`: it stands between the steps and whatever drives them.
-        """
-        reply: Any = None
-        error: BaseException | None = None
-        interrupted = False
-        while True:
-            try:
-                step = self._steps.send(reply) if error is None else self._steps.throw(error)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            reply = error = None
-            pauses = isinstance(step, (Wait, Sleep)) and not interrupted
-            self._wakeup = step.wakeup if isinstance(step, Wait) else None  # before the stage is read
-            try:
-                if not (pauses and self.stage is Stage.LEFT):
-                    reply = yield step
-            except GeneratorExit:
-                self._steps.close()
-                raise
-            except BaseException as raised:  # noqa: BLE001 - it is for the steps
-                error = raised
-            if error is None and pauses and self.stage is Stage.LEFT:
-                interrupted, error = True, Left()
 
 
 class _Health:
@@ -178,7 +147,7 @@ class Asks:
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a signal handler may begin an ask
         self._changed = threading.Condition(self._mutex)  # no `with`, in which an interrupt would leave it locked
-        self._jobs: deque[tuple[Store, Steps[None]]] = deque()
+        self._jobs: deque[tuple[Store, Steps[None], Cancel | None]] = deque()
         self._idle = 0
         """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
         self._working = 0
@@ -209,7 +178,7 @@ class Asks:
         """Begin an ask, also of a silent database."""
         health = self._of(ask.store)
         ask.prompt = not health.silent
-        self.begin(ask.store, self._watched(ask, health))
+        self.begin(ask.store, self._watched(ask, health), ask.cancel)
 
     def _watched(self, ask: Ask[Any], health: _Health) -> Steps[None]:
         try:
@@ -282,10 +251,10 @@ class Asks:
         """Whether anything is under way."""
         return bool(any(self._tasks.values()) or self._jobs or self._working)
 
-    def begin(self, store: Store, steps: Steps[None]) -> None:
+    def begin(self, store: Store, steps: Steps[None], cancel: Cancel | None = None) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
-            task = plain_task(_logged(adrive(steps)))
+            task = plain_task(_logged(adrive(steps, cancel=cancel)))
             tasks = self._of_loop(task.get_loop())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -296,7 +265,7 @@ class Asks:
                     _ = start(self._serve, "quorum")
                 except RuntimeError as error:  # out of threads: another one may do it yet
                     warn("cannot start a thread to ask %s: %s", store.name, error)
-            self._jobs.append((store, steps))
+            self._jobs.append((store, steps, cancel))
             self._changed.notify()
 
     def _of_loop(self, loop: Any) -> set[Any]:
@@ -308,16 +277,16 @@ class Asks:
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            store, steps = job
+            store, steps, cancel = job
             try:
-                drive(steps)
+                drive(steps, cancel=cancel)
             except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
                 warn("asking %s failed: %r", store.name, error)
-            del job, store, steps
+            del job, store, steps, cancel
             with self._mutex:
                 self._working -= 1
 
-    def _next(self) -> tuple[Store, Steps[None]] | None:
+    def _next(self) -> tuple[Store, Steps[None], Cancel | None] | None:
         """The next job for a thread; None if there is none for a while."""
         with self._mutex:
             self._idle += 1

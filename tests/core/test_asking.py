@@ -13,11 +13,11 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol.steps import Sleep, Steps, Wait, sleep, wait
+from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 from dblock.majority import asking
-from dblock.majority.asking import MOVES, Ask, Asks, Left, Stage
+from dblock.majority.asking import MOVES, Ask, Asks, Stage
 from dblock.majority.held import _Growth
 from tests.conftest import timed
 from tests.support.lab import until
@@ -95,12 +95,12 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
     def steps() -> Steps[None]:
         try:
             yield from wait(Store(), 60, Wakeup())
-        except Left:
+        except Cancelled:
             said.append("interrupted")
             raise
 
     found = asks.ask(ask(Store(), steps(), said, Wakeup()))
-    assert until(lambda: found._wakeup)
+    assert until(lambda: found.cancel._wakeup)
     found.leave(asks)
     assert until(lambda: said == ["interrupted"])
     assert until(lambda: not asks.busy)

@@ -58,6 +58,7 @@ from dblock.core.watchdog.renewals import Renewal, Renewer
 from dblock.core.watchdog.watchdog import Watchdog
 from dblock.core.worker import Worker, start
 from tests.conftest import timed
+from tests.support.steps import pause_of
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -899,7 +900,7 @@ def test_one_of_many_places_that_was_granted_its_key_gives_it_back_soon() -> Non
         if isinstance(step, Execute):
             step = steps.send(store.execute(step))
         else:
-            slept += step.seconds
+            slept += pause_of(step)
             step = next(steps)
     assert slept <= 0.05
     steps.close()

@@ -27,7 +27,7 @@ from dblock.core.wakeup.registry import Wakeup, Wakeups
 from tests.conftest import timed
 from tests.core.test_queue import HOUR, Kept
 from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE
+from tests.support.steps import NO_STORE, pause_of
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Flow:
         if isinstance(found, Execute):
             self.under_way = found, world.snapshot()
         else:
-            self.wakes = world.time + found.seconds
+            self.wakes = world.time + pause_of(found)
             self.wakeup = found.wakeup if isinstance(found, Wait) else None
 
 
@@ -239,7 +239,7 @@ def begun(world: World, steps: Steps[Any], name: str) -> Execute:
         if isinstance(step, Execute):
             reply = world.execute(step)
         elif name != "inspect":
-            world.time += step.seconds
+            world.time += pause_of(step)
     return step
 
 

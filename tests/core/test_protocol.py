@@ -34,7 +34,7 @@ from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin
 from dblock.core.wakeup.registry import Wakeup
 from tests.support.model import Interrupted, World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE, no_store
+from tests.support.steps import NO_STORE, no_store, pause_of
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Worker:
         self.reply = self.error = None
         fate = self.chance.random()
         if not isinstance(step, Execute):
-            self.wakes = self.world.time + step.seconds
+            self.wakes = self.world.time + pause_of(step)
             self.wakeup = step.wakeup if isinstance(step, Wait) else None
             if fate < 0.05:
                 self.error = Interrupted()

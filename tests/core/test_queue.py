@@ -36,7 +36,7 @@ from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
 from tests.support.lab import until
 from tests.support.model import World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE
+from tests.support.steps import NO_STORE, pause_of
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -104,7 +104,7 @@ class Flow:
         if isinstance(found, Execute):
             self.under_way = found, self.world.snapshot()
         else:
-            self.wakes = self.world.time + found.seconds
+            self.wakes = self.world.time + pause_of(found)
             self.wakeup = found.wakeup if isinstance(found, Wait) else None
 
 

@@ -40,7 +40,7 @@ from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import UNREPLICATED, Interrupted, Post, World, copied, wish
-from tests.support.steps import NO_STORE, no_store
+from tests.support.steps import NO_STORE, no_store, pause_of
 
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
@@ -171,7 +171,7 @@ class Flow:
         if isinstance(found, Execute):
             self.under_way = found
         else:
-            self.wakes = world.now() + found.seconds
+            self.wakes = world.now() + pause_of(found)
             self.wakeup = found.wakeup if isinstance(found, Wait) else None
 
     def sleeping(self) -> bool:

@@ -22,7 +22,7 @@ from dblock.core.statements.base import Dialect
 from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
-from tests.support.steps import no_store
+from tests.support.steps import no_store, pause_of
 
 
 class Post:
@@ -444,7 +444,7 @@ def play(
             return done.value
         reply = error = None
         if not isinstance(step, Execute):
-            world.time += step.seconds
+            world.time += pause_of(step)
             continue
         number = seen[step.statement.name] = seen.get(step.statement.name, -1) + 1
         world.time += 0.0001

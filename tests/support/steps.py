@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from dblock.core.protocol.steps import Sleep, Step, Wait
+
 NO_STORE: Final[Any] = object()
 
 
 def no_store() -> Any:
     """In the place of the reference of a database to its store."""
     return NO_STORE
+
+
+def pause_of(step: Step) -> float:
+    """The seconds that a step lasts that runs no statement; the protocol calls no function of an application."""
+    assert isinstance(step, Sleep | Wait)
+    return step.seconds

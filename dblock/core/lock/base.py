@@ -24,7 +24,7 @@ from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
@@ -201,8 +201,10 @@ class BaseLock:
     def _timeout(self) -> float | None:
         return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
-    def _adrive(self, steps: Steps[T], *, undisturbed: bool = False) -> Coroutine[Any, Any, T]:
-        return adrive(steps, undisturbed=undisturbed)
+    def _adrive(
+        self, steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel | None = None
+    ) -> Coroutine[Any, Any, T]:
+        return adrive(steps, undisturbed=undisturbed, cancel=cancel)
 
     # -- what is known without I/O
 

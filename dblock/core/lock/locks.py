@@ -15,7 +15,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import block_end
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
@@ -121,8 +121,8 @@ class Attaching(Generic[L]):
 class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
-    def _drive(self, steps: Steps[T]) -> T:
-        return drive(steps)
+    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
+        return drive(steps, cancel=cancel)
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.

@@ -2,7 +2,8 @@
 
 Rule: whatever interrupts a step (an error, Ctrl-C, a cancellation) is thrown *into* the generator, which cleans up with
 further steps and is always driven to its end. But a process that was forked during a step does not continue the steps:
-their state, the owner token above all, is its parent's.
+their state, the owner token above all, is its parent's. A function of the application that steps call may fork: then
+it returns into the child too, where the steps themselves have to know their parent's state.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Coroutine
 from functools import partial
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_CLOSED, getgeneratorstate, isawaitable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from dblock.core.errors import LockNotHeld
-from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.errors import LockError, LockNotHeld
+from dblock.core.protocol.steps import Call, Cancel, Execute, Outcome, Rows, Sleep, Steps, Wait
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0) -> T:
+def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0, *, cancel: Cancel | None = None) -> T:
     """Drive `steps` to their end in this thread and return their result; begin by throwing `error` if there is one."""
-    reply: Rows | None = None
+    reply: Rows | Outcome | None = None
     process = process or os.getpid()
     try:
         while True:
@@ -35,8 +36,10 @@ def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0)
                 reply = error = None
                 if isinstance(step, Execute):
                     reply = step.store.execute(step)
+                elif isinstance(step, Call):
+                    reply, process = _outcome(step), os.getpid()
                 else:
-                    step.store.pause(step)
+                    _pause(step, cancel)
             except StopIteration as done:
                 result: T = done.value
                 return result
@@ -44,6 +47,7 @@ def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0)
                 if getgeneratorstate(steps) == GEN_CLOSED:  # they have ended
                     raise
                 error = raised  # the generator decides, Ctrl-C included
+                cancel = cancel if isinstance(raised, LockError) else None
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
@@ -52,18 +56,38 @@ def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0)
         del error  # it refers to this frame
 
 
+def _pause(step: Sleep | Wait, cancel: Cancel | None) -> None:
+    if cancel is not None:
+        cancel.check(step)
+    step.store.pause(step)
+    if cancel is not None:
+        cancel.check(step)
+
+
+def _outcome(call: Call) -> Outcome:
+    try:
+        return Outcome(call.function(*call.arguments))
+    except BaseException as error:  # noqa: BLE001 - it is the answer
+        return Outcome(None, error)
+
+
 async def adrive(
-    steps: Steps[T], error: BaseException | None = None, process: int = 0, *, undisturbed: bool = False
+    steps: Steps[T],
+    error: BaseException | None = None,
+    process: int = 0,
+    *,
+    undisturbed: bool = False,
+    cancel: Cancel | None = None,
 ) -> T:
     """Drive `steps` to their end in this task and return their result.
 
-    A cancellation is thrown into them once. The steps after it, or all steps if `undisturbed`, run to their end
-    whatever cancellations follow (anyio, and with it Starlette and FastAPI, cancels a task again and again until it has
-    ended); the last of these is raised then.
+    A cancellation is thrown into them once, or is what a function has raised that they call. The steps after it, or all
+    steps if `undisturbed`, run to their end whatever cancellations follow (anyio, and with it Starlette and FastAPI,
+    cancels a task again and again until it has ended); the last of these is raised then.
     """
     import asyncio  # noqa: PLC0415 - a third of this package's import time
 
-    reply: Rows | None = None
+    reply: Rows | Outcome | None = None
     put_off: list[BaseException] = []
     process = process or os.getpid()
     try:
@@ -73,8 +97,12 @@ async def adrive(
                     _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 error = None
+                if isinstance(step, Call):
+                    reply, process = await _aoutcome(step), os.getpid()
+                    undisturbed = undisturbed or isinstance(reply.error, asyncio.CancelledError)
+                    continue
                 work: Coroutine[Any, Any, Rows | None] = (
-                    step.store.aexecute(step) if isinstance(step, Execute) else step.store.apause(step)
+                    step.store.aexecute(step) if isinstance(step, Execute) else _apause(step, cancel)
                 )
                 reply = await (to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
@@ -86,6 +114,7 @@ async def adrive(
                 if getgeneratorstate(steps) == GEN_CLOSED:
                     raise
                 error = raised  # the generator decides, cancellation included
+                cancel = cancel if isinstance(raised, LockError) else None
                 undisturbed = undisturbed or isinstance(raised, asyncio.CancelledError)
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
@@ -93,6 +122,24 @@ async def adrive(
         return await adrive(steps, raised, process, undisturbed=undisturbed)
     finally:
         del error
+
+
+async def _apause(step: Sleep | Wait, cancel: Cancel | None) -> None:
+    if cancel is not None:
+        cancel.check(step)
+    await step.store.apause(step)
+    if cancel is not None:
+        cancel.check(step)
+
+
+async def _aoutcome(call: Call) -> Outcome:
+    try:
+        result = call.function(*call.arguments)
+        return Outcome(await result if isawaitable(result) else result)
+    except GeneratorExit:  # the task is gone
+        raise
+    except BaseException as error:  # noqa: BLE001 - it is the answer
+        return Outcome(None, error)
 
 
 def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> NoReturn:

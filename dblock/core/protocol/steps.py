@@ -10,7 +10,7 @@ dataclass costs several times as much to make.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dblock.core.statements.base import Statement
@@ -68,8 +68,57 @@ class Wait(NamedTuple):
     wakeup: Wakeup
 
 
-Step = Execute | Sleep | Wait
+class Call(NamedTuple):
+    """Call a function of the application, and answer with its `Outcome`; nothing that it raises is thrown in.
+
+    It runs in the thread or task that drives the steps. An asynchronous driver awaits what it returns, if it can.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Outcome(NamedTuple):
+    """What a function has returned, or raised."""
+
+    result: Any
+    error: BaseException | None = None
+
+
+Step = Execute | Sleep | Wait | Call
 Steps = Generator[Step, Any, T]
+
+
+class Cancelled(BaseException):
+    """Thrown into steps whose `Cancel` was set; they clean up as after any interrupt."""
+
+
+class Cancel:
+    """A flag with which another flow ends steps at their next pause; the driver looks at it before and after each.
+
+    Once an interrupt was thrown into the steps, the driver looks at it no more: what they clean up is not cancelled. (A
+    statement that fails is no interrupt.)
+    """
+
+    __slots__ = ("_wakeup", "is_set", "over")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.over = False
+        """Whether what may be cancelled has ended, though the steps go on."""
+        self._wakeup: Wakeup | None = None
+
+    def set(self) -> None:
+        """Cancel the steps, once they pause."""
+        self.is_set = True
+        if (wakeup := self._wakeup) is not None:
+            wakeup.notify()
+
+    def check(self, step: Sleep | Wait) -> None:
+        """Raise Cancelled if it is set; called by the driver about a pause."""
+        self._wakeup = step.wakeup if isinstance(step, Wait) else None  # before the flag is read
+        if self.is_set and not self.over:
+            raise Cancelled
 
 
 def execute(
@@ -88,3 +137,9 @@ def sleep(store: Runner, seconds: float) -> Steps[None]:
 def wait(store: Runner, seconds: float, wakeup: Wakeup) -> Steps[None]:
     """Return after `seconds`, or when `wakeup` is notified."""
     yield Wait(store, seconds, wakeup)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Steps[Outcome]:
+    """What a function of the application has returned or raised."""
+    outcome: Outcome = yield Call(function, arguments)
+    return outcome
