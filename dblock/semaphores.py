@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
+from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
 
@@ -35,7 +35,7 @@ class Semaphore(SyncSemaphore):
     __aexit__ = AsyncSemaphore.__aexit__
 
     async def __aenter__(self) -> Permit:
-        return await aenter(self)  # type: ignore[no-any-return]
+        return await self._plain._adrive(self._enter())  # type: ignore[no-any-return]
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""

@@ -96,10 +96,10 @@ def valid_shared_key(key: object) -> str:
     return key
 
 
-def valid_permits(permits: object) -> int:
-    """The number of permits of a semaphore; TypeError or ValueError otherwise."""
+def valid_permits(permits: object, name: str = "permits") -> int:
+    """A number of permits, which an error calls `name`; TypeError or ValueError otherwise."""
     if not isinstance(permits, int) or isinstance(permits, bool):
-        raise TypeError(f"permits is a number, not {type(permits).__name__}")
+        raise TypeError(f"{name} is a number, not {type(permits).__name__}")
     if not 1 <= permits <= PERMITS_MAX:
-        raise ValueError(f"permits is 1 to {PERMITS_MAX}, not {permits}")
+        raise ValueError(f"{name} is 1 to {PERMITS_MAX}, not {permits}")
     return permits

@@ -5,21 +5,21 @@ or task may release one, as of `threading.Semaphore`. How many there are says th
 each caller takes one of its own first N slots. So nothing has to be migrated when N changes, and while callers with 3
 and with 5 permits run, at most 5 are in.
 
-Rule: a permit is in the list of its object while nobody releases it; who does takes it out first.
+Rule: a permit is in the list of its object until it is released; what releases it takes it out first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
+from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import listed
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Flow, Hold
@@ -27,8 +27,8 @@ from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import innermost, let_expire
-from dblock.core.lock.failures import timed_out
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
+from dblock.core.lock.leaving_several import release_each
 from dblock.core.lock.locks import Timeout, gives_way, refuses
 from dblock.core.log import warn
 from dblock.core.options import Options
@@ -47,7 +47,15 @@ class IsPermit(BaseLock):
     """The lock on a slot of a semaphore; made by the semaphore, whose docstring says how it is used."""
 
     _kind = KeyKind.SEMAPHORE
-    _order: _Order
+    _semaphore: BaseSemaphore
+    _wanted = 1
+    """How many permits are acquired at a time, of which it is the first."""
+    _others: Sequence[Grant] = ()
+    """The tenures of the others, until their permits have them."""
+    _acquired_by: Callable[[], Flow | None]
+    """A reference to the flow that acquired it, if the semaphore owns it."""
+    _opens_block = False
+    """Whether that was for a `with` of the semaphore."""
 
     @property
     def slot(self) -> int | None:
@@ -61,7 +69,7 @@ class IsPermit(BaseLock):
 
     def _own_hold(self, verb: str) -> Hold:
         hold = super()._own_hold(verb)
-        if verb == "release" and len(hold.entries) == 1 and self._order.semaphore.owns(self):
+        if verb == "release" and len(hold.entries) == 1 and self in self._semaphore._held:
             raise PermitNotHeld(
                 f"a permit of {self._key!r} is released by the end of its `with`, or by the semaphore's release(); the "
                 "permit's own release() is for one that semaphore.permit() made",
@@ -70,11 +78,15 @@ class IsPermit(BaseLock):
         return hold
 
     def _take(self, taking: Taking) -> Steps[Grant | Refused]:
-        return self._order.next(taking)
+        found = yield from taking.sharing().acquire(self._semaphore, self._wanted)
+        if isinstance(found, Refused):
+            return found
+        first, *self._others = sorted(found, key=lambda grant: grant.tenure.key)
+        return first
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A permit of its own, since the flow of a permit is one call's."""
-        permit: Self = self._order.semaphore._for_call(template, args, kwargs).permit()
+        permit: Self = self._semaphore._for_call(template, args, kwargs).permit()
         permit._skipped, permit._template = False, template
         return permit
 
@@ -84,27 +96,14 @@ class IsPermit(BaseLock):
         return tenures.inspect(self._store().database, key)
 
 
-class _Order:
-    """An order of `n` permits, which are acquired together, and then given out one by one."""
-
-    def __init__(self, semaphore: BaseSemaphore, n: int) -> None:
-        self.semaphore, self.n = semaphore, n
-        self.grants: list[Grant] = []
-
-    def next(self, taking: Taking) -> Steps[Grant | Refused]:
-        if not self.grants:
-            found = yield from taking.sharing().acquire(self.semaphore, self.n)
-            if isinstance(found, Refused):
-                return found
-            self.grants = sorted(found, key=lambda grant: grant.tenure.key, reverse=True)
-        return self.grants.pop()
-
-
 class BaseSemaphore:
     """A semaphore, apart from how its statements are run."""
 
     _locks_by = "permit()"
     """What makes a lock of it."""
+    _skipped: bool | None = None
+    """As of a lock."""
+    _template: Template
 
     def __init__(self, make_permit: Callable[..., Any], key: str, permits: int = 1, **options: Any) -> None:
         """`make_permit(key, **options)` makes a permit of the face."""
@@ -121,17 +120,11 @@ class BaseSemaphore:
         self._met: set[str] = set()
         """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 
-    @property
-    def _skipped(self) -> bool | None:
-        """As of a lock."""
-        skipped: bool | None = self._plain._skipped
-        return skipped
-
     def _begin_anew(self) -> None:
         """Hold no permit."""
         self._mutex = threading.RLock()  # a signal handler may release
-        self._held: list[tuple[Callable[[], Flow | None], Any, bool]] = []
-        """The permits of this object, each behind a reference to the flow that acquired it; whether for a `with`."""
+        self._held: list[Any] = []
+        """The permits of this object, the oldest first."""
         self._runtime = runtime.current
         """That of the process; a forked child has another, and the permits are the parent's."""
 
@@ -144,14 +137,12 @@ class BaseSemaphore:
     @property
     def key(self) -> str:
         """The key of the semaphore."""
-        key: str = self._plain.key
-        return key
+        return self._plain.key  # type: ignore[no-any-return]
 
     @property
     def options(self) -> Options:
         """The options of each permit."""
-        found: Options = self._plain.options
-        return found
+        return self._plain.options  # type: ignore[no-any-return]
 
     @property
     def permits(self) -> int:
@@ -167,16 +158,14 @@ class BaseSemaphore:
     def held(self) -> list[Any]:
         """The permits that this object holds, each a lock, the oldest first."""
         self._leave_to_parent()
-        return [permit for _, permit, _ in self._held if permit._hold_here() is not None]
+        return [permit for permit in self._held if permit._hold_here() is not None]
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
-        (permit,) = self._ordered(1)
+        permit, name = self._make(self.key, **self._options), current_flow().who["thread"]
+        permit._semaphore = self
+        permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
         return permit
-
-    def owns(self, permit: object) -> bool:
-        """Whether the permit is one that this object holds, and not one of `permit()`."""
-        return any(each is permit for _, each, _ in self._held)
 
     def met(self, slot: int) -> None:
         """Log, once, that somebody has a slot that this semaphore does not have."""
@@ -194,146 +183,114 @@ class BaseSemaphore:
 
     # -- helpers
 
-    def _count(self, n: object) -> int:
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"n is a number of permits, not {type(n).__name__}")
-        if n < 1:
-            raise ValueError(f"n is one permit or more, not {n}")
-        return n
-
-    def _ordered(self, n: int) -> list[Any]:
-        """New permits, not yet acquired."""
-        if self._count(n) > self._permits:
-            raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
-        self._leave_to_parent()
-        order, name = _Order(self, n), current_flow().who["thread"]
-        made = [self._make(self.key, **self._options) for _ in range(n)]
-        for permit in made:
-            permit._order, permit._skipped = order, self._plain._skipped
-            permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
-        return made
-
     def _add(self, permits: list[Any], *, block: bool) -> None:
-        flow = current_flow().ref
+        """Own permits from now on; those that were acquired one by one and are gone are forgotten."""
+        for permit in permits:
+            permit._acquired_by, permit._opens_block = current_flow().ref, block
         with self._mutex:
-            held = [each for each in self._held if each[2] or each[1]._hold_here() is not None]
-            self._held = [*held, *((flow, permit, block) for permit in permits)]
+            held = [each for each in self._held if each._opens_block or each._hold_here() is not None]
+            self._held = [*held, *permits]
 
-    def _claim(self, n: int) -> list[Any]:
-        """The permits that are to be released, last first, no longer in the list; those of this flow before others."""
+    def _drop(self, permits: list[Any]) -> list[Any]:
+        """Own those no more."""
+        with self._mutex:
+            self._held = [each for each in self._held if each not in permits]
+        return permits
+
+    def _chosen(self, n: int) -> list[Any]:
+        """The permits that are to be released, last first; those of this flow before others."""
         self._leave_to_parent()
         flow = current_flow().ref
         with self._mutex:
-            mine = [each for each in self._held if not each[2] and each[1]._hold_here() is not None]
+            mine = [each for each in self.held if not each._opens_block]
             if n > len(mine):
                 raise PermitNotHeld(
                     f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
                     key=self.key,
                 )
-            mine.sort(key=lambda each: each[0] is flow)  # stable: those of this flow last
-            chosen = mine[-n:][::-1]
-            self._held = [each for each in self._held if each not in chosen]
-        return [permit for _, permit, _ in chosen]
+            mine.sort(key=lambda permit: permit._acquired_by is flow)  # stable: those of this flow last
+            return self._drop(mine[-n:][::-1])
 
-    def _blocks(self) -> list[tuple[Callable[[], Flow | None], Any, bool]]:
-        """The open `with`s."""
-        return [each for each in self._held if each[2]]
+    def _blocks(self) -> list[tuple[Callable[[], Flow | None], Any]]:
+        """The permits of the open `with`s, each behind a reference to the flow that began it."""
+        return [(permit._acquired_by, permit) for permit in self._held if permit._opens_block]
 
-    def _claim_block(self) -> Any:
-        """The permit of the `with` that ends, no longer in the list."""
+    def _ended(self) -> Any:
+        """The permit of the `with` that ends."""
         self._leave_to_parent()
         with self._mutex:
             blocks = self._blocks()
             try:
-                found = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")
+                permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")[1]
             except LockNotHeld:
-                let_expire((flow, permit._hold_here()) for flow, permit, _ in blocks)
+                let_expire((flow, permit._hold_here()) for flow, permit in blocks)
                 raise
-            self._held = [each for each in self._held if each is not found]
-        return found[1]
+            return self._drop([permit])[0]
 
-    def _acquire(self, n: int, timeout: float | None) -> Steps[list[Any] | Refused]:
-        permits = self._ordered(n)
+    # -- the operations, as steps
+
+    def _take(self, n: int, timeout: float | None, *, block: bool) -> Steps[list[Any]]:
+        """Acquire `n` permits, or none; `block`: for a `with`, whose LockTimeout is raised."""
+        if valid_permits(n, "the number of permits") > self._permits:
+            raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
+        self._leave_to_parent()
+        permits = [self.permit() for _ in range(n)]
+        first, first._wanted = permits[0], n
         try:
-            for permit in permits:
-                found = yield from entering.acquire(permit, timeout, "with", permit._flow)
-                if isinstance(found, Refused):
-                    return found
-            self._add(permits, block=False)
-        except BaseException as error:
-            if not isinstance(error, GeneratorExit):
-                yield from self._leave_nothing(permits)
+            if block:
+                yield from entering.enter_block(first, timeout)
+            elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
+                raise LockTimeout(key=self.key)  # noqa: TRY301 - nothing is to be left
+            for permit, grant in zip(permits[1:], first._others, strict=True):
+                _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
+                first._others = first._others[1:]
+            self._add(permits, block=block)
+        except GeneratorExit:
             raise
+        except BaseException as error:
+            yield from self._undo(permits)
+            if block or not isinstance(error, LockTimeout):
+                raise
+            return []
         return permits
 
-    def _leave_nothing(self, permits: list[Any]) -> Steps[None]:
-        """Release what was acquired of an order that failed."""
-        with self._mutex:
-            self._held = [each for each in self._held if each[1] not in permits]
-        for permit in permits:
-            if permit._hold_here() is not None:
-                with contextlib.suppress(LockError):
-                    yield from leaving.release(permit)
-        site = runtime.current.site(self._plain._store())
-        for grant in permits[0]._order.grants:
+    def _undo(self, permits: list[Any]) -> Steps[None]:
+        """Leave what was acquired in vain."""
+        with contextlib.suppress(LockError):
+            yield from release_each([each for each in self._drop(permits) if each._hold_here() is not None])
+        for grant in permits[0]._others:
             with contextlib.suppress(LockError):
-                _ = yield from leave_share(site, HandoverRecord.of(grant))
+                _ = yield from handover.free(runtime.current.site(self._plain._store()), HandoverRecord.of(grant))
 
     def _release(self, n: int) -> Steps[None]:
-        """Leave `n` permits, each also if another one was lost, or interrupted; raises LockLost for the first."""
-        late: BaseException | None = None
-        for permit in self._claim(self._count(n)):
-            try:
-                yield from self._leave(permit, block=False)
-            except GeneratorExit:
-                raise
-            except BaseException as error:  # noqa: BLE001 - raised below; nobody else would leave the others
-                if late is None or (isinstance(late, LockError) and not isinstance(error, LockError)):
-                    late = error
-        if late is not None:
-            raise late
+        yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
 
-    def _leave(self, permit: Any, *, block: bool) -> Steps[None]:
-        """Release a permit that was claimed; it is in the list again if that failed before anything was sent.
-
-        A block whose permit was detached ends without a word.
-        """
-        if block and permit._hold_here() is None:
-            return
-        try:
-            yield from leaving.release(permit)
-        except BaseException:
-            if permit._hold_here() is not None and not block:
-                self._add([permit], block=block)
-            raise
-
-    def _enter(self, timeout: float | None) -> Steps[Any]:
+    def _enter(self) -> Steps[Any]:
         """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
-        refuse_to_skip(self._plain)
+        refuse_to_skip(self)
         self._leave_to_parent()
-        if any(flow is current_flow().ref for flow, _, _ in self._blocks()):
+        if any(flow is current_flow().ref for flow, _ in self._blocks()):
             raise LockError(
                 f"a block of this semaphore, {self.key!r}, is open in this thread or task already, and its end could "
                 "not be told from that of another one: enter a semaphore.permit() of its own for each block",
                 key=self.key,
             )
-        permits = self._ordered(1)
         try:
-            found = yield from entering.acquire(permits[0], timeout, "with", permits[0]._flow)
-            if not isinstance(found, Refused):
-                self._add(permits, block=True)
-        except BaseException as error:
-            if not isinstance(error, GeneratorExit):
-                yield from self._leave_nothing(permits)
-            if isinstance(error, LockTimeout) and skips(self._plain, error):
-                return self._plain
-            raise
-        if isinstance(found, Refused):
-            late = yield from timed_out(permits[0], found)
-            if skips(self._plain, late):
-                return self._plain
-            raise late from found.busy
-        return permits[0]
+            return (yield from self._take(1, self._plain._timeout, block=True))[0]
+        except LockTimeout as busy:
+            if not skips(self, busy):
+                raise
+            return None
+
+    def _exit(self, error: BaseException | None) -> Steps[None]:
+        """End a `with`, without a word if its permit was detached; `error` is the body's exception."""
+        if self._skipped:
+            return
+        try:
+            yield from leaving.leave_block(self._ended())
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
 
     def _in_use(self) -> Steps[list[str]]:
         """The keys of the slots that somebody holds."""
@@ -358,7 +315,7 @@ class BaseSemaphore:
         """A separate semaphore for one call of a decorated function."""
         made = type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
         made._met = self._met
-        made._plain._skipped, made._plain._template = False, template
+        made._skipped, made._template = False, template
         return made
 
 
@@ -377,10 +334,7 @@ class SyncSemaphore(BaseSemaphore):
         for by those who come later. Raises ValueError for more than there are, LockStoreError if the database fails.
         """
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        try:
-            return not isinstance(self._plain._drive(self._acquire(n, wait)), Refused)
-        except LockTimeout:  # waiting would have been pointless
-            return False
+        return bool(self._plain._drive(self._take(n, wait, block=False)))
 
     def release(self, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever thread; those of this thread first.
@@ -398,19 +352,12 @@ class SyncSemaphore(BaseSemaphore):
         return self._plain._drive(self._holders())  # type: ignore[no-any-return]
 
     def __enter__(self) -> Any:
-        return self._plain._drive(self._enter(self._plain._timeout))
+        return self._plain._drive(self._enter())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._plain._skipped:
-            return
-        permit = self._claim_block()
-        try:
-            self._plain._drive(self._leave(permit, block=True))
-        except LockError as late:
-            if not gives_way(late, error):
-                raise
+        self._plain._drive(self._exit(error))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses(
@@ -431,10 +378,7 @@ class AsyncSemaphore(BaseSemaphore):
     async def acquire(self: BaseSemaphore, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
         """Acquire `n` permits, or none; False if they were not free in time."""
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        try:
-            return not isinstance(await self._plain._adrive(self._acquire(n, wait)), Refused)
-        except LockTimeout:
-            return False
+        return bool(await self._plain._adrive(self._take(n, wait, block=False)))
 
     async def release(self: BaseSemaphore, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever task; those of this task first."""
@@ -442,28 +386,19 @@ class AsyncSemaphore(BaseSemaphore):
 
     async def available(self: BaseSemaphore) -> int:
         """The number of permits that nobody holds, according to the database."""
-        found: int = await self._plain._adrive(self._available())
-        return found
+        return await self._plain._adrive(self._available())  # type: ignore[no-any-return]
 
     async def holders(self: BaseSemaphore) -> list[LockInfo]:
         """Who holds permits, in the order of the slots."""
-        found: list[LockInfo] = await self._plain._adrive(self._holders())
-        return found
+        return await self._plain._adrive(self._holders())  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Any:
-        return await aenter(self)
+        return await self._plain._adrive(self._enter())
 
     async def __aexit__(
         self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._plain._skipped:
-            return
-        permit = self._claim_block()
-        try:
-            await self._plain._adrive(self._leave(permit, block=True), undisturbed=True)
-        except LockError as late:
-            if not gives_way(late, error):
-                raise
+        await self._plain._adrive(self._exit(error), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the semaphore of an event loop: use `async with`")
@@ -471,8 +406,3 @@ class AsyncSemaphore(BaseSemaphore):
     def __call__(self: BaseSemaphore, function: F) -> F:
         """Decorate a coroutine function: each call holds a permit; the key is formatted with its arguments."""
         return adecorated(self, function)
-
-
-async def aenter(semaphore: BaseSemaphore) -> Any:
-    """Begin an `async with`: its permit."""
-    return await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
