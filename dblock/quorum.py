@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 from dblock import signals
 from dblock.core.errors import Reason
 from dblock.locks import Lock
-from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock, enter
+from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,7 +33,8 @@ class QuorumLock(SyncQuorumLock):
     __aexit__ = AsyncQuorumLock.__aexit__
 
     async def __aenter__(self) -> Self:
-        return await enter(self)
+        await self._adrive(self._enter())
+        return self
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, MutableMapping
 from enum import Enum
 from typing import Any, Final, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock, runtime, timing
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
@@ -147,15 +147,15 @@ class Asks:
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a signal handler may begin an ask
         self._changed = threading.Condition(self._mutex)  # no `with`, in which an interrupt would leave it locked
-        self._jobs: deque[tuple[Store, Steps[None], Cancel | None]] = deque()
+        self._jobs: deque[tuple[Store, Steps[Any], Cancel | None]] = deque()
         self._idle = 0
         """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
         self._working = 0
         """Number of threads that have one."""
         self._tasks = dict[Any, set[Any]]()
         """The tasks of each event loop, which itself refers to none."""
-        self.held: WeakKeyDictionary[Any, dict[object, Any]] = WeakKeyDictionary()
-        """What each flow holds in majorities, by databases and key."""
+        self.held: WeakSet[Any] = WeakSet()
+        """The majorities that are held."""
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
 
     # -- asking
@@ -194,10 +194,8 @@ class Asks:
         """By the name of each database that was asked: whether majorities go without it, as last heard."""
         with self._mutex:
             found = {store.name: health.silent for store, health in self._health.items()}
-        for ref in self.held.keyrefs():
-            flow = ref()
-            for held in [] if flow is None else [*self.held.get(flow, {}).values()]:
-                found |= dict.fromkeys(held.missing(), True)
+        for held in list(self.held):
+            found |= dict.fromkeys(held.missing(), True)
         return found
 
     def is_silent(self, store: Store) -> bool:
@@ -251,7 +249,7 @@ class Asks:
         """Whether anything is under way."""
         return bool(any(self._tasks.values()) or self._jobs or self._working)
 
-    def begin(self, store: Store, steps: Steps[None], cancel: Cancel | None = None) -> None:
+    def begin(self, store: Store, steps: Steps[Any], cancel: Cancel | None = None) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
             task = plain_task(_logged(adrive(steps, cancel=cancel)))
@@ -286,7 +284,7 @@ class Asks:
             with self._mutex:
                 self._working -= 1
 
-    def _next(self) -> tuple[Store, Steps[None], Cancel | None] | None:
+    def _next(self) -> tuple[Store, Steps[Any], Cancel | None] | None:
         """The next job for a thread; None if there is none for a while."""
         with self._mutex:
             self._idle += 1

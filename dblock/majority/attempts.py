@@ -8,6 +8,7 @@ Rule: whatever ends an attempt early, what it took, and what it may have taken, 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -16,16 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
 from dblock.core.acquire.slow import SlowWait
-from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreBusy
-from dblock.core.holding.flow import Flow
-from dblock.core.observing.events import Kind
+from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy
+from dblock.core.holding.flow import Entry, Flow
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
 from dblock.majority.asking import Ask, the_asks
 from dblock.majority.held import Held
-from dblock.majority.member import No, Part, listed, nothing, short
+from dblock.majority.member import No, listed, nothing, short
 from dblock.majority.protocol import Answer, Majority, QuorumUnavailable, Round, What
 
 if TYPE_CHECKING:
@@ -37,9 +37,11 @@ T = TypeVar("T")
 class Attempts:
     """The attempts of one acquire."""
 
-    def __init__(self, lock: BaseQuorumLock, flow: Flow, timeout: float | None, kind: str) -> None:
-        self.lock, self.flow, self.timeout, self.kind = lock, flow, timeout, kind
-        self.locks = lock._for_flow(flow)
+    def __init__(self, lock: BaseQuorumLock, flow: Flow, timeout: float | None, entry: Entry) -> None:
+        self.lock, self.flow, self.timeout, self.entry = lock, flow, timeout, entry
+        self.locks = [copy.copy(each) for each in lock._members]
+        for each in self.locks:
+            each._flow = flow
         self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
         self.began = clock.now()
         self.deadline = None if timeout is None else self.began + timeout
@@ -54,10 +56,11 @@ class Attempts:
         """The databases that could not be asked the last time."""
         self.busy = False
         """Whether others had the key in a database, in the present attempt."""
-        self.contended = False
-        """The same of all attempts."""
+        self.contended: Callable[[LockInfo | None], None] | None = None
+        """Called once others had it."""
         self.holder: LockInfo | None = None
         self.held: Held | None = None
+        """What the flow has entered."""
         self._open: list[Ask[Any]] = []
         """Those whose result nobody has used yet."""
         self._wakeup = Wakeup()
@@ -80,7 +83,7 @@ class Attempts:
         _ = yield from self._look([number for number, name in enumerate(names) if name not in self.said])
         return None
 
-    def error(self) -> LockError:
+    def error(self) -> LockTimeout | QuorumUnavailable:
         """Why there is no majority: others have the key, or too few databases could be asked."""
         key, names, needed = self.lock.key, self.lock.names, self.needed
         waited = f"within {self.timeout:g} s" if self.timeout else "at one try"
@@ -94,40 +97,36 @@ class Attempts:
         return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
-        self.granted, self.confirmed, self.busy = {}, {}, False
-        held: Held | None = None
-        try:
-            got = yield from self._rounds(protocol.propose())
-            if got is None:
-                yield from self._give_all_back()
-                return None
-            held = self.held = Held(self.lock, self.flow, self.locks, got.fence, self.kind)
-            for number in got.confirmed:
-                grant = self.confirmed.get(number) or self.granted[number]
-                held.add(number, (yield from member.hold(self.locks[number], self.flow, grant, self.kind)))
-            held.said = dict(self.said)
-            self._give_back_in_background(held)
-            if held.remaining() > 0:
-                return held
-            _ = yield from held.leave()
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._interrupted(held)
-            raise
+        self.granted, self.confirmed, self.busy, self.held = {}, {}, False, None
+        got = yield from self._rounds(protocol.propose())
+        if got is None:
+            yield from self._give_all_back()
+            return None
+        grants = {number: self.confirmed.get(number) or self.granted[number] for number in got.confirmed}
+        first = next(iter(grants.values()))
+        whole = first._replace(tenure=first.tenure._replace(fence=got.fence))
+        self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
+        held.said = dict(self.said)
+        for number, grant in grants.items():
+            held.parts[number] = yield from member.hold(self.locks[number], self.flow, grant, self.entry.kind)
+        self._give_back_later()
+        if held.lease.remaining() > 0:
+            held.begin()
+            return held
+        _ = yield from held.give()
         return None
 
-    def _interrupted(self, held: Held | None) -> None:
-        """Give back, in the background, what the attempt has got, or gets later."""
+    def abandon(self) -> Steps[None]:
+        """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
         for ask in self._open:
             ask.leave(self.asks)
-        if held is not None:
-            for number, lock in enumerate(self.locks):
+        if (held := self.held) is not None:
+            for number, lock in enumerate(held.members):
                 hold = self.flow.holds.get((lock._store(), lock.key))
                 if hold is not None and hold.entered_by(lock):  # interrupted before it was noted
-                    held.add(number, Part(lock, hold))
-            held.abandon()
-        self._give_back_in_background(held)
+                    held.parts[number] = hold
+            yield from held.abandon(self.entry)
+        self._give_back_later()
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
         attempt = protocol.attempt(len(self.locks), self.lock._ttl)
@@ -165,9 +164,10 @@ class Attempts:
         yield from self._gather(asks, lambda: True)
         self.granted = {}
 
-    def _give_back_in_background(self, held: Held | None) -> None:
+    def _give_back_later(self) -> None:
+        """Give back, in the background, what was granted and is not held."""
         for number in self.granted:
-            if held is None or number not in held.parts:
+            if self.held is None or number not in self.held.parts:
                 self.asks.begin(self.locks[number]._store(), self._give_back(number))
 
     # -- rounds
@@ -321,10 +321,9 @@ class Attempts:
 
     def _note_busy(self) -> None:
         """Others have the key; reported once."""
-        self.busy = True
-        if not self.contended:
-            self.contended = True
-            self.lock._tell(Kind.CONTENDED, holder=self.holder)
+        contended, self.busy, self.contended = self.contended, True, None
+        if contended is not None:
+            contended(self.holder)
 
 
 def _is_firm(grant: Grant) -> bool:

@@ -1,58 +1,58 @@
 """The base of majority lock objects: their options and attributes, and the steps of their methods.
 
+A majority lock is a lock whose hold is a majority (`dblock.majority.held`); what it asks without I/O is as of a lock.
+
 Rule: whatever interrupts an entry or a leaving, the majority is held by somebody who can leave it, or is given back.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import os
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
-from dblock.core import clock, runtime
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason, UnsupportedDatabase
-from dblock.core.holding.flow import Flow
+from dblock.core import runtime
+from dblock.core.acquire.request import Refused
+from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, UnsupportedDatabase
+from dblock.core.holding.flow import Block, Entry, Hold, current_task
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.locks import refuses
-from dblock.core.observing.events import Event, Kind
+from dblock.core.lock.leaving import _innermost
+from dblock.core.lock.locks import gives_way, refuses, was_ours
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_ttl
-from dblock.core.values import LockInfo, Seconds, State
+from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
 from dblock.majority.asking import Ask, the_asks
 from dblock.majority.attempts import Attempts
-from dblock.majority.held import Held
-from dblock.majority.member import nothing
+from dblock.majority.held import Held, Place
+from dblock.majority.member import nothing, undone
 from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
 from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
 
-T = TypeVar("T")
-Open = tuple[Callable[[], Flow | None], Held, object]
-"""An open `with`: a reference to its flow, what it has entered, and an object of its own, so that no two are equal."""
-F = TypeVar("F", bound=Callable[..., Any])
+
+def _refused(name: str) -> Any:
+    """An attribute of a lock that a majority lock does not have."""
+
+    def refuse(_: object) -> NoReturn:
+        raise AttributeError(f"a majority lock has no {name}: {REFUSED[name]}")
+
+    return property(refuse)
 
 
-class BaseQuorumLock:
+class BaseQuorumLock(BaseLock):
     """A majority lock, apart from how its steps are run."""
 
     _locks_by = "own `with`, since it is of several databases"
     """Why db_locks() does not take it."""
-    _skipped: bool | None = None
-    """As of a lock."""
-    _template: Template
 
     def __init__(self, make: Sequence[Callable[..., BaseLock]], key: str, **options: Any) -> None:
         """`make(key, **options)` makes the lock of each database."""
@@ -64,11 +64,9 @@ class BaseQuorumLock:
             raise TypeError("a majority lock needs databases")
         answer = options.pop("answer", None)
         self._answer = None if answer is None else valid_ttl(answer, "answer", "the longest wait for one database,")
-        self.options = make[0](key, **options).options
+        super().__init__(key, **options)
         rows = {name: given for name, given in options.items() if name in OF_ROWS}
         self._members = [each(key, release="now", **rows) for each in make]
-        self._withs: list[Open] = []
-        """The open `with`s of this object."""
         self._last: Mapping[str, str] = MappingProxyType({})
         self._refuse_doubles()
         if len(make) == 1:
@@ -89,26 +87,19 @@ class BaseQuorumLock:
                 raise UnsupportedDatabase(f"{store.name} is in memory, where no other thread sees it")
             known.add(place)
 
-    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        return [partial(self.options.on_lost, self, reason)] if self.options.on_lost else []
+    # -- what a lock is to know of its databases
 
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        return [partial(self.options.on_at_risk, self)] if self.options.on_at_risk else []
+    def _store(self) -> Any:
+        stores = [lock._store() for lock in self._members]
+        return Place(frozenset(stores), ", ".join(self.names), stores[0].database)
 
-    def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
-        return [partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
+    def _default_ttl(self) -> float:
+        return self._members[0]._default_ttl()
+
+    def _default_timeout(self) -> float | None:
+        return self._members[0]._default_timeout()
 
     # -- what is known without I/O
-
-    @property
-    def key(self) -> str:
-        """The key of the lock."""
-        return self._members[0].key
-
-    @property
-    def label(self) -> str:
-        """Free text shown to people who inspect the lock."""
-        return self.options.label
 
     @property
     def names(self) -> list[str]:
@@ -116,66 +107,18 @@ class BaseQuorumLock:
         return [lock._store().name for lock in self._members]
 
     @property
-    def _all_names(self) -> str:
-        return ", ".join(self.names)
-
-    @property
-    def ttl(self) -> float:
-        """The life of each lease in seconds."""
-        held = self._held()
-        return self._ttl if held is None else held.ttl
-
-    @property
-    def fence(self) -> int | None:
-        """A number greater than that of each earlier holder of a majority; None unless this flow has one."""
-        held = self._held()
-        return None if held is None else held.fence
-
-    @property
     def valid_for(self) -> float:
         """Seconds for which this flow may still rely on the lock, 0.0 if it may not; by the local clock alone."""
-        held = self._held()
-        return 0.0 if held is None else held.remaining()
-
-    remaining = valid_for
-
-    @property
-    def state(self) -> State | None:
-        """`held`, `at_risk` (renewals are late) or `lost` for what this flow holds, by the local clock, else None."""
-        held = self._held()
-        return None if held is None else held.state
-
-    @property
-    def count(self) -> int:
-        """Number of entries of this flow."""
-        held = self._held()
-        return 0 if held is None else held.entries
-
-    @property
-    def revoked(self) -> str | None:
-        """By whom and why it was asked back in one of the databases; None if it was not. No I/O."""
-        held = self._held()
-        return None if held is None else held.revoked
+        return self.remaining
 
     @property
     def answers(self) -> Mapping[str, str]:
         """What each database has said, by name, of the lock that this flow holds, else of the last attempt."""
-        held = self._held()
-        return MappingProxyType(dict(self._last if held is None else held.said))
+        hold = self._hold()
+        return MappingProxyType(dict(hold.said if isinstance(hold, Held) else self._last))
 
-    def check(self) -> None:
-        """Raise LockLost unless this flow surely holds a majority at this moment; no I/O.
-
-        Raises LockRevoked once it is known that the lock was asked back in one of the databases.
-        """
-        held = self._held()
-        if held is None:
-            never = "is not held by this thread or task, which has not acquired it or has released it already"
-            raise LockLost(f"{self.key!r} {never}", key=self.key)
-        if held.remaining() <= 0:
-            raise held.lost()
-        if held.revoked is not None:
-            raise LockRevoked(f"{self.key!r} (fence {held.fence}) was asked back: {held.revoked}", key=self.key)
+    if not TYPE_CHECKING:  # hidden from type checkers
+        owner, sequencer = _refused("owner"), _refused("sequencer")
 
     def guard(self, *_: object, **__: object) -> NoReturn:
         """Refused: a transaction of one database cannot keep the others from granting the key."""
@@ -203,184 +146,116 @@ class BaseQuorumLock:
         return protocol.majority(len(self._members))
 
     @property
-    def _ttl(self) -> float:
-        return self._members[0]._ttl
-
-    @property
-    def _timeout(self) -> float | None:
-        return self._members[0]._timeout
-
-    @property
     def _limit(self) -> float:
         """Longest wait in seconds for the answer of one database."""
         return min(self._ttl / 10, ANSWER) if self._answer is None else self._answer
 
-    def _adrive(self, steps: Steps[T], *, undisturbed: bool = False) -> Coroutine[Any, Any, T]:
-        return self._members[0]._adrive(steps, undisturbed=undisturbed)
-
-    def _event(self, kind: Kind, fence: int = 0) -> Event:
-        return Event(kind, self._all_names, type(self), self.key, fence, self.label)
-
-    def _tell(self, kind: Kind, **known: Any) -> None:
-        """Report an event of an attempt to the observers."""
-        if (observers := runtime.current.watchdog.observers) is not None:
-            observers.call(self._event(kind)._replace(**known))
-
-    def _for_flow(self, flow: Flow) -> list[BaseLock]:
-        """Lock objects for one majority of the flow."""
-        locks = [copy.copy(lock) for lock in self._members]
-        for lock in locks:
-            lock._flow = flow
-        return locks
-
-    def _place(self) -> object:
-        return frozenset(lock._store() for lock in self._members), self.key
-
-    def _own(self) -> Held | None:
-        """What this flow holds."""
-        held: Held | None = the_asks().held.get(current_flow(), {}).get(self._place())
-        return held if held is not None and not held.over and held.process == os.getpid() else None
-
-    def _held(self) -> Held | None:
-        """What this flow holds, else what the only open `with` of this object does: for questions only."""
-        held = self._own()
-        if held is None and len(self._withs) == 1:
-            held = self._withs[0][1]
-        return held if held is not None and not held.over and held.process == os.getpid() else None
-
-    def _surely_held(self, verb: str) -> Held:
-        held = self._own()
-        if held is None:
-            raise LockNotHeld(f"cannot {verb} {self.key!r}: this thread or task does not hold it", key=self.key)
-        if held.remaining() <= 0:
-            raise held.lost()
-        return held
-
     # -- entering
 
-    def _acquire(self, timeout: float | None, kind: str = "acquire") -> Steps[Held | Attempts]:
-        """A majority for this flow, or the attempts to get one."""
-        flow, began = current_flow(), clock.now()
-        held: Held | None = the_asks().held.get(flow, {}).get(self._place())
-        if held is not None and held.remaining() > 0:
-            held.tell(Kind.ACQUIRED, how="reentered", depth=held.entries + 1)
-            held.entries += 1  # no signal handler runs between this and our return
-            return held
-        attempts = Attempts(self, flow, timeout, kind)
+    def _get(self, timeout: float | None, kind: str) -> Steps[None]:
+        """Take it, or enter it again; raises LockTimeout or QuorumUnavailable. `kind`: that of the entry."""
+        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind))
         try:
-            held = yield from attempts.run()
-            if held is not None:
-                held.grow_later()
-                the_asks().held.setdefault(flow, {})[held.place] = held
-                how = "waited" if attempts.contended else "at_once"
-                held.tell(Kind.ACQUIRED, how=how, contended=attempts.contended, wait=clock.now() - began)
-                return held
-            error = attempts.error()
-            why = "timeout" if isinstance(error, LockTimeout) else type(error).__name__
-            self._tell(Kind.GAVE_UP, reason=why, contended=attempts.contended, wait=clock.now() - began)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            if attempts.held is not None:
-                attempts.held.abandon()
-            raise
+            yield from undone(partial(self._entered, attempts), attempts.abandon)
         finally:
             self._last = dict(attempts.said)
-        return attempts
 
-    def _try(self, timeout: float | None) -> Steps[bool]:
-        """Whether acquire() got it; raises QuorumUnavailable."""
-        found = yield from self._acquire(timeout)
-        if isinstance(found, Held):
-            return True
-        error = found.error()
-        if not isinstance(error, LockTimeout):
+    def _entered(self, attempts: Attempts) -> Steps[None]:
+        observers, begin = runtime.current.watchdog.observers, partial(self._begin, attempts)
+        steps = begin() if observers is None else observers.acquire(self, attempts.entry, begin, self._leave)
+        held = yield from steps
+        if isinstance(held, Refused):
+            raise attempts.error()
+        if attempts.entry.kind == "with":
+            if self.options.interrupt:
+                held.cancelling = current_task().cancelling()
+            self._blocks.append(Block(attempts.entry, held))
+
+    def _begin(
+        self, attempts: Attempts, contended: Callable[[LockInfo | None], None] | None = None
+    ) -> Steps[Hold | Refused]:
+        hold = self._hold_here(attempts.flow)
+        if isinstance(hold, Held) and hold.lease.remaining() > 0:
+            attempts.held = hold
+            hold.entries = [*hold.open_entries(), attempts.entry]
+            return hold
+        attempts.contended = contended
+        if (held := (yield from attempts.run())) is not None:
+            return held
+        error = attempts.error()
+        if isinstance(error, QuorumUnavailable):
             raise error
-        return False
+        return Refused(attempts.holder)
+
+    def _acquire(self, timeout: float | None) -> Steps[bool]:
+        """Whether it was not held by others all the time; raises QuorumUnavailable."""
+        try:
+            yield from self._get(timeout, "acquire")
+        except LockTimeout:
+            return False
+        return True
 
     def _enter(self) -> Steps[None]:
         """Begin a `with`; raises LockTimeout or QuorumUnavailable."""
-        return self._enter_block() if self.options.on_busy == "raise" else or_skip(self, self._enter_block())
-
-    def _enter_block(self) -> Steps[None]:
-        found: Held | Attempts | None = None
-        block: Open | None = None
-        try:
-            found = yield from self._acquire(self._timeout, "with")
-            if isinstance(found, Attempts):
-                raise found.error()  # noqa: TRY301 - nothing is held then
-            block = current_flow().ref, found, object()
-            self._withs.append(block)
-        except BaseException:
-            if isinstance(found, Held) and block not in self._withs:
-                self._interrupted_in(found)
-            raise
+        steps = self._get(self._timeout, "with")
+        return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
     # -- leaving
 
-    def _release(self, held: Held | None = None) -> Steps[None]:
+    def _release(self) -> Steps[None]:
         """Leave once; the last time gives all back. Raises LockNotHeld, or LockLost."""
-        held = self._own() if held is None else held
-        if held is None or held.over or held.process != os.getpid():
-            raise LockNotHeld(
-                f"cannot release {self.key!r}: this thread or task does not hold it, or has released it already",
-                key=self.key,
-            )
-        lost = held.remaining() <= 0
-        if held.entries > 1:
-            held.entries -= 1
-        else:
-            good = yield from held.leave()
-            held.entries = 0
-            if not lost and good < held.quorum:
-                held.lose(Reason.FREED)
-                lost = True
-        if lost:
-            raise held.lost()
-        held.tell(Kind.RELEASED, how="released")
+        hold = self._own_hold("release")
+        last = next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
+        yield from self._leave(self, hold, last)
 
-    def _leave_block(self, block: Open) -> Steps[None]:
-        """Leave the `with` that ends."""
-        held = block[1]
-        before = held.entries
-        self._withs.remove(block)
+    def _exit(self, error: BaseException | None) -> Steps[None]:
+        """End a `with`; `error` is the body's exception."""
+        if self._skipped:
+            return
+        block = _innermost(self)
         try:
-            yield from self._release(held)
-        except (GeneratorExit, LockError):
-            raise
-        except BaseException:
-            if held.entries == before:
-                self._interrupted_in(held)
-            raise
+            if block is None or block.entry not in block.hold.entries:  # left by release()
+                yield from self._release()
+            else:
+                held = cast("Held", block.hold)
+                leave = partial(self._leave, self, held, block.entry)
+                yield from undone(leave, partial(held.abandon, block.entry))
+        except LockError as late:
+            if block is not None and was_ours(block.hold, error):
+                raise late from error
+            if not gives_way(late, error):
+                raise
+        finally:
+            self._blocks = [each for each in self._blocks if each is not block]
 
-    def _interrupted(self, block: Open | None) -> None:
-        """Give back, in the background, what a `with` holds whose leaving was interrupted before it began."""
-        with contextlib.suppress(LockNotHeld):
-            block = block or innermost(self._withs, [self.key])
-            if block in self._withs:
-                self._withs.remove(block)
-                self._interrupted_in(block[1])
+    def _leave(self, _: BaseLock, hold: Hold, entry: Entry) -> Steps[None]:
+        """Leave by one entry; the last one gives all back. Raises LockLost."""
+        held = cast("Held", hold)
+        steps = undone(partial(self._left, held, entry), partial(held.abandon, entry))
+        observers = runtime.current.watchdog.observers
+        return steps if observers is None else observers.leave(held, steps, "released")
 
-    def _interrupted_in(self, held: Held) -> None:
-        """Leave once, in the background."""
-        held.entries -= 1
-        if held.entries <= 0:
-            held.abandon()
+    def _left(self, held: Held, entry: Entry) -> Steps[None]:
+        good, kept = held.lease.remaining() > 0, held.open_entries(but=entry)
+        held.leaving = entry.lock or self
+        if kept:
+            held.entries = kept
+        elif not (yield from held.give()) and good:
+            good = not held.lease.lose(Loss(Reason.FREED))
+        if not good:
+            raise self._lost(held)
+        held.leaving = None
 
     # -- asking
 
     def _extend(self, ttl: Seconds | None) -> Steps[None]:
-        held = self._surely_held("extend")
-        seconds = held.ttl if ttl is None else valid_ttl(ttl)
-        _ = yield from held.each(lambda part: member.extend(part, seconds))
-        held.ttl = seconds
+        hold, _ = cast("Held", self._own_hold("extend")), self._surely_held()
+        seconds = hold.lease.ttl if ttl is None else valid_ttl(ttl)
+        _ = yield from hold.each(partial(member.extend, seconds))
+        hold.lease.ttl = seconds
 
     def _verify(self) -> Steps[bool]:
-        held = self._held()
-        if held is None or held.remaining() <= 0:
-            self.check()
-            return False  # not reached
-        return (yield from held.each(member.verify))
+        return cast("Held", self._surely_held()).each(member.verify)
 
     def _owned(self) -> Steps[bool]:
         try:
@@ -388,7 +263,8 @@ class BaseQuorumLock:
         except LockLost:
             return False
 
-    def _inspect(self) -> Steps[dict[str, LockInfo | None]]:
+    def _rows(self) -> Steps[dict[str, LockInfo | None]]:
+        """What each database shows that answers."""
         asks, wakeup = the_asks(), Wakeup()
         looks = [
             asks.ask(Ask(lock._store(), member.look(lock, self._limit), nothing, wakeup)) for lock in self._members
@@ -402,7 +278,7 @@ class BaseQuorumLock:
         return found
 
     def _locked(self) -> Steps[bool]:
-        found = yield from self._inspect()
+        found = yield from self._rows()
         held = sum(info is not None and info.state == "held" and not info.waits for info in found.values())
         if held < self._quorum and len(found) < self._quorum:
             answers = {name: "answers" if name in found else "no answer" for name in self.names}
@@ -416,11 +292,8 @@ class BaseQuorumLock:
             "fenced_update() for what is written under it"
         )
 
-    # -- decoration
-
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function."""
-        lock = copy.copy(self)
+        lock = super()._for_call(template, args, kwargs)
         lock._members = [each._for_call(template, args, kwargs) for each in self._members]
-        lock._withs, lock._skipped, lock._template = [], False, template
         return lock

@@ -1,172 +1,167 @@
 """A majority that a flow holds: how long it is trusted, how it grows again, and how it is left.
 
-Rule: a majority that was found lost is lost for good, whatever its databases say later. Once it is over, no database is
-added to it.
+It is a hold, as that of a plain lock: with entries, a lease, and a report of its loss. Its lease is the trust in those
+of the databases, each of which is an ordinary hold of the flow, which the watchdog renews.
+
+Rule: a majority that was found lost is lost for good, whatever its databases say later. Once it was left, no database
+is added to it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
-import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dblock.core import clock, runtime
-from dblock.core.deliveries import deliveries
-from dblock.core.errors import LockLost, LockStoreError, Reason
-from dblock.core.holding.flow import Flow, Hold
+from dblock.core.errors import LockStoreError, Loss, Reason
+from dblock.core.holding.flow import Entry, Flow, Hold
+from dblock.core.holding.lease import Lease
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import take_out
 from dblock.core.log import warn
-from dblock.core.observing.events import Kind
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
-from dblock.core.values import State
+from dblock.core.protocol.store import Store
+from dblock.core.values import Grant, State
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
 from dblock.majority.asking import Ask, the_asks
-from dblock.majority.member import No, Part, listed, nothing, short
+from dblock.majority.member import No, listed, nothing, short
 from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
     from dblock.majority.base import BaseQuorumLock
 
 
-class _Growth:
-    """A moment at which missing databases are asked again; among the deadlines of the process, as a connection is."""
+@dataclass(frozen=True)
+class Place:
+    """The databases of a majority lock, where a plain lock has its store; in whichever order they are given."""
 
-    shutdown_fd = 0
+    stores: frozenset[Store]
+    name: str = field(compare=False)
+    database: Database = field(compare=False)
+    """The first of them, which has the local clock."""
+    renewable: ClassVar = False
+    history: ClassVar = ""
 
-    def __init__(self, held: Held) -> None:
+
+class _Loss(Loss):
+    """The loss of a majority, of which its words say all."""
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class Trust(Lease):
+    """The lease of a majority: it is trusted until the q-th latest moment of those of its databases."""
+
+    def __init__(self, held: Held, grant: Grant) -> None:
+        super().__init__(grant, held.store.database.now, grace=0.0, renewing=False)
         self._held = held
 
-    def cut(self) -> None:
-        """The moment has come."""
-        try:
-            self._held.grow()
-        except Exception as error:  # noqa: BLE001 - others depend on this thread
-            warn("could not ask the missing databases of %r: %r", self._held.key, error)
-
-
-class Held:
-    """A majority that a flow holds, and all that its threads and callbacks need of it."""
-
-    def __init__(self, lock: BaseQuorumLock, flow: Flow, locks: Sequence[BaseLock], fence: int, kind: str) -> None:
-        self.lock, self.flow, self.locks, self.fence = lock, flow.ref, locks, fence
-        self.kind = kind
-        """How it was entered: `with`, or `acquire`."""
-        self.key, self.quorum, self.place = lock.key, lock._quorum, lock._place()
-        self.ttl = lock._ttl
-        self.parts: dict[int, Part] = {}
-        self.entries = 1
-        self.loss: Reason | None = None
-        self.over = False
-        """Whether it was left."""
-        self.said: dict[str, str] = {}
-        self.began = clock.now()
-        self.process = os.getpid()
-        self.loop: Any = sys.modules["asyncio"].get_running_loop() if locks[0]._store().asynchronous else None
-        self.revoked: str | None = None
-        """By whom and why it was asked back in one of the databases."""
-        self.interrupted, self.cancelling = False, 0
-        """As of a hold."""
-        self._mutex = threading.RLock()  # a signal handler may run between any two lines
-        self._growing = False
-        """Whether missing databases will be asked again."""
-        self._at_risk = False
-        self._observed = False
-        """Whether its beginning was reported, and its end was not."""
-        for number, each in enumerate(locks):
-            told: Any = each
-            told._majority = lock._all_names
-            told._interrupt_body = functools.partial(self._on_lost, number)
-            told._who_hears_of_loss = lambda _: []
-            told._who_hears_of_risk = self._on_at_risk
-            told._who_hears_of_revocation = self._on_revoked
-
-    def add(self, number: int, part: Part) -> None:
-        """Hold one more database."""
-        with self._mutex:
-            self.parts[number] = part
-
     def remaining(self) -> float:
-        """Seconds of trust left; 0.0 once it is lost."""
+        """Seconds of trust left; 0.0 once it was lost, or left."""
+        held = self._held
         with self._mutex:
-            if self.loss is not None or self.over:
+            if not held.entries:
                 return 0.0
-            moments = (part.hold.lease.trusted_until for part in self.parts.values())
-            left = protocol.trusted_until(moments, self.quorum) - clock.now()
-            if left <= 0:
-                self.lose()
-            return max(left, 0.0)
+            if self.loss is None:
+                moments = (hold.lease.trusted_until for hold in held.parts.values())
+                self.trusted_until = protocol.trusted_until(moments, held.quorum)
+            return super().remaining()
 
     @property
     def state(self) -> State:
         """As of a lock: `held` if a majority of its leases are."""
         if self.remaining() <= 0:
             return "lost"
-        good = sum(part.hold.lease.state == "held" for part in list(self.parts.values()))
-        return "held" if good >= self.quorum else "at_risk"
+        good = sum(hold.lease.state == "held" for hold in list(self._held.parts.values()))
+        return "held" if good >= self._held.quorum else "at_risk"
 
-    def lose(self, reason: Reason | None = None) -> None:
-        """Mark it lost, for good, and say so once. By default for the reason of a database."""
+    def lose(self, loss: Loss | None = None) -> bool:
+        """Mark it lost, for good; without a loss for the reason of a database. False if it was already."""
+        held = self._held
         with self._mutex:
-            if self.loss is not None:
-                return
-            reasons = [loss.reason for part in self.parts.values() if (loss := part.hold.lease.loss) is not None]
-            self.loss = reason or (reasons[-1] if reasons else Reason.EXPIRED)
-            for part in self.parts.values():
-                part.hold.lease.renewing = False
-        warn("lost the majority lock on %r (fence %d): %s", self.key, self.fence, self.why())
-        self._cancel_body()
-        for call in self.lock._who_hears_of_loss(self.loss):
-            deliveries.put(call)
-        self.tell(Kind.LOST, reason=self.loss)
+            reasons = [found.reason for hold in held.parts.values() if (found := hold.lease.loss) is not None]
+            reason = loss.reason if loss is not None else reasons[-1] if reasons else Reason.EXPIRED
+            return super().lose(_Loss(reason, words=held.why())) and held.renew_no_more()
+
+
+class Held(Hold):
+    """A majority that a flow holds, and all that its threads and callbacks need of it."""
+
+    shutdown_fd = 0
+    """The moment at which missing databases are asked again is among the deadlines, as a connection is."""
+
+    def __init__(
+        self, lock: BaseQuorumLock, flow: Flow, members: Sequence[BaseLock], grant: Grant, entry: Entry
+    ) -> None:
+        before = lock._hold_here(flow)
+        outer = before if before is not None and before.open_entries() else None
+        super().__init__(lock._store(), flow, grant, entry, lock.options, outer=outer)
+        self.lock, self.members, self.quorum = lock, members, lock._quorum
+        self.parts: dict[int, Hold] = {}
+        """What is held of each database, by its number."""
+        self.said: dict[str, str] = {}
+        """The last answer of each database."""
+        self.lease: Trust = Trust(self, grant)
+        self.loop = sys.modules["asyncio"].get_running_loop() if members[0]._store().asynchronous else None
+        self._begun = set[int]()
+        """The databases that are being left."""
+        self._at_risk = False
+        for number, each in enumerate(members):
+            told: Any = each
+            told._majority = self.store.name
+            told._interrupt_body = partial(self._on_lost, number)
+            told._who_hears_of_loss = lambda _: []
+            told._who_hears_of_risk = self._on_at_risk
+            told._who_hears_of_revocation = self._on_revoked
 
     def why(self) -> str:
         """Why it is lost, for people."""
         names, told = self.lock.names, dict(self.said)
-        for number, part in list(self.parts.items()):
-            if (loss := part.hold.lease.loss) is not None:
+        for number, hold in list(self.parts.items()):
+            if (loss := hold.lease.loss) is not None:
                 told[names[number]] = f"lost, {loss.reason}"
         return f"fewer than {self.quorum} of {len(names)} databases could be trusted: {listed(told)}"
 
-    def lost(self) -> LockLost:
-        """The error for a majority that is over."""
-        message = f"{self.key!r} (fence {self.fence}) is lost: {self.why()}"
-        return LockLost(message, key=self.key, reason=self.loss or Reason.EXPIRED)
+    def renew_no_more(self) -> bool:
+        """Let the leases of its databases end."""
+        for hold in list(self.parts.values()):
+            hold.lease.renewing = False
+        return True
 
-    def tell(self, kind: Kind, **known: Any) -> None:
-        """Report an event of the majority to the observers."""
-        observers = runtime.current.watchdog.observers
-        begins = kind is Kind.ACQUIRED
-        if observers is None or not (begins or self._observed):
-            return
-        self._observed = begins or (kind is Kind.RELEASED and self.entries > 0)
-        held = 0.0 if begins else clock.now() - self.began
-        event = self.lock._event(kind, self.fence)._replace(**{"depth": self.entries, "held": held, **known})
-        if kind is Kind.LOST:
-            deliveries.put(functools.partial(observers.call, event))
-        else:
-            observers.call(event)
+    def begin(self) -> None:
+        """It is the flow's from now on, and grows."""
+        flow = self.flow()
+        assert flow is not None  # noqa: S101 - it runs
+        self.grow_at(clock.now() + self.lease.ttl / 3)
+        the_asks().held.add(self)
+        flow.holds[self.store, self.key] = self
 
     # -- called from other threads, which must not wait
 
     def _on_lost(self, number: int, hold: Hold) -> None:
         """A database is lost: perhaps all is; else it is taken again."""
-        loss, part = hold.lease.loss, self.parts.get(number)
-        if self.over or loss is None or part is None or part.hold is not hold:
+        loss = hold.lease.loss
+        if not self.entries or loss is None or self.parts.get(number) is not hold:
             return
         self.said[self.lock.names[number]] = f"lost, {loss.reason}"
         if loss.reason is Reason.RELEASED:  # by release_all()
-            self.lose()
-        elif self.remaining() > 0:
-            self.grow_later(0.0)
+            _ = self.lease.lose(loss)
+        if self.lease.remaining() > 0:
+            self.grow_at(clock.now())
+        else:
+            runtime.current.watchdog.announce(self)
 
     def _on_at_risk(self) -> list[Callable[[], object]]:
         """A renewal is late in one of the databases; who hears of that."""
-        before, self._at_risk = self._at_risk, self.state == "at_risk"
+        before, self._at_risk = self._at_risk, self.lease.state == "at_risk"
         return self.lock._who_hears_of_risk() if self._at_risk and not before else []
 
     def _on_revoked(self, words: str) -> list[Callable[[], object]]:
@@ -174,98 +169,82 @@ class Held:
         before, self.revoked = self.revoked, words
         return self.lock._who_hears_of_revocation(words) if before is None else []
 
-    def _cancel_body(self) -> None:
-        """Cancel the asyncio task that runs in a block, with `interrupt=True`."""
-        flow = self.flow()
-        task = None if flow is None else flow.task
-        if not self.lock.options.interrupt or task is None:
-            return
-
-        def cancel() -> None:
-            if not self.interrupted and any(each[1] is self for each in self.lock._withs):
-                self.interrupted = True
-                task.cancel()
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            task.get_loop().call_soon_threadsafe(cancel)
-
     # -- growing again
 
     def _is_live(self) -> bool:
         """Whether databases may be added: it is trusted, and its flow can still leave it."""
-        flow = self.flow()
-        alive = flow is not None and (self.kind == "with" or not flow.ended()) and os.getpid() == self.process
-        return alive and clock.now() < self.began + self.lock.options.max_hold and self.remaining() > 0
+        if self.orphaned or self.flow() is None or not self.can_be_released or self.who["pid"] != os.getpid():
+            return False
+        return clock.now() < self.lease.acquired + self.max_hold and self.lease.remaining() > 0
 
     def _missing(self) -> list[int]:
         """The databases that are not held."""
-        held = [number for number, part in list(self.parts.items()) if part.hold.lease.loss is None]
-        return [number for number in range(len(self.locks)) if number not in held]
+        held = [number for number, hold in list(self.parts.items()) if hold.lease.loss is None]
+        return [number for number in range(len(self.members)) if number not in held]
 
     def missing(self) -> list[str]:
         """The names of the databases that it goes without."""
-        return [] if self.over or self.loss else [self.lock.names[number] for number in self._missing()]
+        return [self.lock.names[number] for number in self._missing()] if self.entries and not self.lease.loss else []
 
-    def grow_later(self, seconds: float | None = None) -> None:
-        """Ask the missing databases again after so many seconds, by default a third of the ttl; and so on."""
-        if seconds is None and (self._growing or not self._missing()):
-            return
-        self._growing = True
-        wait = self.ttl / 3 if seconds is None else seconds
-        runtime.current.deadlines.arm(_Growth(self), clock.now() + wait)
+    def grow_at(self, moment: float) -> None:
+        """Ask the missing databases again at that local time, and so on."""
+        if self._missing():
+            runtime.current.deadlines.arm(self, moment)
+
+    def cut(self) -> None:
+        """The moment has come."""
+        try:
+            self.grow()
+        except Exception as error:  # noqa: BLE001 - others depend on this thread
+            warn("could not ask the missing databases of %r: %r", self.key, error)
 
     def grow(self) -> None:
         """Ask the missing databases, without waiting for their answers; and again later."""
-        self._growing = False
-        if not self._is_live() or not self._missing():
+        if not self._is_live():
             return
+        self.grow_at(clock.now() + self.lease.ttl / 3)  # first: a database that is lost from now on is asked at once
         if self.loop is None:
             self._ask_missing()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the flow with it
                 self.loop.call_soon_threadsafe(self._ask_missing)
-        self.grow_later()
 
     def _ask_missing(self) -> None:
         for number in self._missing():
-            _ = the_asks().ask(Ask(self.locks[number]._store(), self._take_again(number), nothing, Wakeup()))
+            _ = the_asks().ask(Ask(self.members[number]._store(), self._take_again(number), nothing, Wakeup()))
 
     def _take_again(self, number: int) -> Steps[None]:
         """Take one more database, with the fence that the majority has at least."""
-        lock, name = self.locks[number], self.lock.names[number]
+        lock, said = self.members[number], "granted"
         try:
             found = yield from member.take(lock, 0.0)
             if isinstance(found, No):
-                self._note(number, found.why)
+                said = found.why
+            else:
+                fence, until = max(self.tenure.fence, found.tenure.fence), clock.now() + self.lock._limit
+                grant = yield from member.confirm(lock, found, fence, until)
+                with self.lease._mutex:
+                    flow = self.flow()
+                    if grant is not None and flow is not None and self._is_live() and number in self._missing():
+                        self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind)
+                        self.said[self.lock.names[number]] = said
+                        return
+                yield from member.give_back(lock, found.tenure.owner)
                 return
-            fence, until = max(self.fence, found.tenure.fence), clock.now() + self.lock._limit
-            grant = yield from member.confirm(lock, found, fence, until)
         except LockStoreError as error:
-            self._note(number, short(error, lock._store()))
-            return
-        with self._mutex:
-            flow = self.flow()
-            if grant is not None and flow is not None and self._is_live() and number in self._missing():
-                self.parts[number] = yield from member.hold(lock, flow, grant, self.kind)
-                self.said[name] = "granted"
-                return
-        yield from member.give_back(lock, found.tenure.owner)
-
-    def _note(self, number: int, said: str) -> None:
-        """Note what a database has said, unless another ask has got it meanwhile."""
-        with self._mutex:
-            if number in self._missing():
-                self.said[self.lock.names[number]] = said
+            said = short(error, lock._store())
+        if number in self._missing():  # else another ask has got it meanwhile
+            self.said[self.lock.names[number]] = said
 
     # -- asking all that are held
 
-    def each(self, steps: Callable[[Part], Steps[bool]]) -> Steps[bool]:
+    def each(self, steps: Callable[[BaseLock, Hold], Steps[bool]]) -> Steps[bool]:
         """Whether a majority of the databases answers True; raises LockLost, or QuorumUnavailable."""
         asks, wakeup, limit, names = the_asks(), Wakeup(), self.lock._limit, self.lock.names
         asked = {
-            number: asks.ask(Ask(part.hold.store, steps(part), nothing, wakeup))
-            for number, part in sorted(self.parts.items())
-            if part.hold.lease.loss is None
+            number: asks.ask(Ask(hold.store, steps(self.members[number], hold), nothing, wakeup))
+            for number, hold in sorted(self.parts.items())
+            if hold.lease.loss is None
         }
         yield from asks.gather(list(asked.values()), limit, wakeup, lambda: True)
         said = dict(self.said)
@@ -279,60 +258,47 @@ class Held:
                 said[names[number]] = "lost"
         if good >= self.quorum:
             return True
-        if self.remaining() <= 0:
-            raise self.lost()
+        if self.lease.remaining() <= 0:
+            raise self.lock._lost(self)
         message = f"fewer than {self.quorum} of {len(names)} databases have confirmed {self.key!r}"
         raise QuorumUnavailable(f"{message}: {listed(said)}", key=self.key, answers=said)
 
-    def leave(self) -> Steps[int]:
-        """Leave what is held of each database; of how many it was not lost, as far as is known.
+    # -- leaving
+
+    def give(self) -> Steps[bool]:
+        """Leave what is held of each database; False if too few of them were not lost, as far as is known.
 
         Where others probably wait, the database in whose queue they do comes last, so that the waiter that is granted
         the key there finds the others free.
         """
-        asks, wakeup, begun, lost = the_asks(), Wakeup(), set[int](), 0
-        try:
-            self._end()
-            order = sorted(self.parts)
-            likely = runtime.current.site(self.locks[0]._store()).expects_contention(self.key)
-            for some in (order[1:], order[:1]) if likely else (order,):
-                asked = []
-                for number in some:
-                    part = self.parts[number]
-                    asked.append(Ask(part.hold.store, member.leave(part), nothing, wakeup))
-                    begun.add(number)
-                    asks.begin_ask(asked[-1])
-                yield from asks.gather(asked, self.lock._limit, wakeup, lambda: True)
-                lost += sum(ask.use() is False for ask in asked if not ask.pending())
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._leave_in_background(but=begun)
-            self.entries = 0
-            self.tell(Kind.RELEASED, reason="interrupted")
-            raise
-        return len(self.parts) - lost
+        self._end()
+        asks, wakeup, lost, order = the_asks(), Wakeup(), 0, sorted(self.parts)
+        likely = runtime.current.site(self.members[0]._store()).expects_contention(self.key)
+        for some in (order[1:], order[:1]) if likely else (order,):
+            asked = []
+            for number in some:
+                asked.append(Ask(self.parts[number].store, self._leave(number), nothing, wakeup))
+                asks.begin_ask(asked[-1])
+            yield from asks.gather(asked, self.lock._limit, wakeup, lambda: True)
+            lost += sum(ask.use() is False for ask in asked if not ask.pending())
+        return len(self.parts) - lost >= self.quorum
 
-    def abandon(self) -> None:
-        """Leave it in the background, after an interrupt; not if that has begun already, or in a forked child."""
-        if not self.over and self.process == os.getpid():
+    def abandon(self, entry: Entry) -> Steps[None]:
+        """After an interrupt leave by the entry, the last one in the background; in a forked child nothing is done."""
+        self.entries = self.open_entries(but=entry)
+        if not self.entries and self.who["pid"] == os.getpid():
             self._end()
-            self._leave_in_background()
-            self.entries = 0
-            self.tell(Kind.RELEASED, reason="interrupted")
+            for number in set(self.parts) - self._begun:
+                the_asks().begin(self.parts[number].store, self._leave(number))
+        yield from ()
+
+    def _leave(self, number: int) -> Steps[bool]:
+        self._begun.add(number)
+        return member.leave(self.members[number], self.parts[number])
 
     def _end(self) -> None:
         """Nothing is added from now on."""
-        with self._mutex:
-            self.over = True
-            for part in self.parts.values():
-                part.hold.lease.renewing = False
-        flow = self.flow()
-        mine = {} if flow is None else the_asks().held.get(flow, {})
-        if mine.get(self.place) is self:
-            del mine[self.place]
-
-    def _leave_in_background(self, but: Collection[int] = ()) -> None:
-        for number, part in self.parts.items():
-            if number not in but:
-                member.leave_in_background(the_asks(), part)
+        with self.lease._mutex:
+            self.entries = []
+        _ = self.renew_no_more()
+        take_out(self)

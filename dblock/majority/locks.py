@@ -7,11 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dblock.core.errors import LockError, LockTimeout
-from dblock.core.holding.flow import current_task
-from dblock.core.lock.bookkeeping import innermost
+from dblock.core.errors import LockTimeout
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import Timeout, gives_way, refuse_interrupt, was_ours
+from dblock.core.lock.locks import Timeout, refuse_interrupt, refuses
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
@@ -26,8 +24,7 @@ class SyncQuorumLock(BaseQuorumLock):
 
     def _drive(self, steps: Steps[T]) -> T:
         driver: Any = self._members[0]
-        result: T = driver._drive(steps)
-        return result
+        return driver._drive(steps)  # type: ignore[no-any-return]
 
     def _refuse_event_loop(self) -> None:
         """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""
@@ -41,7 +38,7 @@ class SyncQuorumLock(BaseQuorumLock):
         As `Lock.acquire`. Raises QuorumUnavailable if fewer than a majority could be asked.
         """
         self._refuse_event_loop()
-        return self._drive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
+        return self._drive(self._acquire(acquire_timeout(blocking, timeout, self._timeout)))
 
     def release(self) -> None:
         """Leave the lock once; the last time gives it back in all databases. Raises LockNotHeld, or LockLost."""
@@ -65,7 +62,7 @@ class SyncQuorumLock(BaseQuorumLock):
 
     def inspect(self) -> dict[str, LockInfo | None]:
         """The key's row in each database that answers, by its name."""
-        return self._drive(self._inspect())
+        return self._drive(self._rows())
 
     def __enter__(self) -> Self:
         refuse_interrupt(self.options.interrupt)
@@ -76,24 +73,10 @@ class SyncQuorumLock(BaseQuorumLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        block = None
-        try:
-            if not self._skipped:
-                block = innermost(self._withs, [self.key])
-                self._drive(self._leave_block(block))
-        except LockError as late:
-            if not gives_way(late, error):
-                raise
-        except BaseException:
-            self._interrupted(block)
-            raise
+        self._drive(self._exit(error))
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __aenter__(self) -> None:
-            raise TypeError("this lock blocks its thread: use `with`, or AsyncEngines")
-
-        __aexit__ = __aenter__
+        __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or AsyncEngines")
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
@@ -108,7 +91,7 @@ class AsyncQuorumLock(BaseQuorumLock):
 
     async def acquire(self: BaseQuorumLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time."""
-        return await self._adrive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
+        return await self._adrive(self._acquire(acquire_timeout(blocking, timeout, self._timeout)))
 
     async def release(self: BaseQuorumLock) -> None:
         """Leave the lock once; the last time gives it back in all databases."""
@@ -132,46 +115,20 @@ class AsyncQuorumLock(BaseQuorumLock):
 
     async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:
         """The key's row in each database that answers, by its name."""
-        return await self._adrive(self._inspect())
+        return await self._adrive(self._rows())
 
     async def __aenter__(self) -> Self:
-        return await enter(self)
+        await self._adrive(self._enter())
+        return self
 
     async def __aexit__(
         self: BaseQuorumLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        block = None
-        try:
-            if not self._skipped:
-                block = innermost(self._withs, [self.key])
-                await self._adrive(self._leave_block(block), undisturbed=True)
-        except LockError as late:
-            if block is not None and was_ours(block[1], error):
-                raise late from error
-            if not gives_way(late, error):
-                raise
-        except BaseException:
-            self._interrupted(block)
-            raise
+        await self._adrive(self._exit(error), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self) -> None:
-            raise TypeError("this is the lock of an event loop: use `async with`")
-
-        __exit__ = __enter__
+        __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")
 
     def __call__(self: BaseQuorumLock, function: F) -> F:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with its arguments."""
         return adecorated(self, function)
-
-
-L = TypeVar("L", bound=BaseQuorumLock)
-
-
-async def enter(lock: L) -> L:
-    """Begin an `async with`."""
-    await lock._adrive(lock._enter())
-    if lock.options.interrupt and (held := lock._held()) is not None:
-        held.cancelling = current_task().cancelling()
-    return lock

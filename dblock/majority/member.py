@@ -7,9 +7,9 @@ Rule: a tenure that was begun is returned, held or given back, whatever interrup
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -32,11 +32,12 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.values import Grant, LockInfo
 from dblock.majority import protocol
-from dblock.majority.asking import Asks
 
 if TYPE_CHECKING:
     from dblock.core.protocol.sending import Database
     from dblock.core.protocol.store import Store
+
+T = TypeVar("T")
 
 
 class No(NamedTuple):
@@ -49,11 +50,17 @@ class No(NamedTuple):
     """Whether it can be asked: others have the key."""
 
 
-class Part(NamedTuple):
-    """What is held of one database."""
-
-    lock: BaseLock
-    hold: Hold
+def undone(
+    begin: Callable[[], Steps[T]], undo: Callable[[], Steps[None]], but: type[BaseException] = GeneratorExit
+) -> Steps[T]:
+    """The result of the steps that `begin` makes; whatever ends them early, `but` for these errors, `undo` follows."""
+    try:
+        return (yield from begin())
+    except (GeneratorExit, but):  # nothing drives further steps
+        raise
+    except BaseException:
+        yield from undo()
+        raise
 
 
 def take(
@@ -72,16 +79,11 @@ def take(
     if isinstance(found, Refused):
         closed = yield from quarantined(lock, found)
         return No(closed) if closed else _refused(found, store)
-    try:
-        left = yield from protocol.standing(database, lock._ttl, _soon(database), said)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield from give_back(lock, found.tenure.owner)
-        raise
+    undo = partial(give_back, lock, found.tenure.owner)
+    left = yield from undone(partial(protocol.standing, database, lock._ttl, _soon(database), said), undo)
     if not left:
         return found
-    yield from give_back(lock, found.tenure.owner)
+    yield from undo()
     return No(f"new, or restarted: counts in {left:.1f} s")
 
 
@@ -89,18 +91,14 @@ def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Ro
     """Take a key that is free, with what its database says of itself."""
     store, flow = lock._store(), cast("Flow", lock._flow)
     request = entering.request_of(lock, store, flow, lock._ttl)
-    owner = request.new_owner()
+    owner, database = request.new_owner(), store.database
+    taking = partial(protocol.take, database, request.parameters(owner), proposed, _soon(database))
     try:
-        found = yield from protocol.take(store.database, request.parameters(owner), proposed, _soon(store.database))
+        found = yield from undone(taking, partial(give_back, lock, owner), but=LockStoreError)
     except StoreConflict:
         return None, ()
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        if isinstance(error, StoreUnanswered):
-            _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)
-        elif not isinstance(error, LockStoreError):
-            yield from give_back(lock, owner)
+    except StoreUnanswered:
+        _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)
         raise
     return found or (None, ())
 
@@ -112,7 +110,7 @@ def _take_or_wait(lock: BaseLock, timeout: float | None, slow_wait: SlowWait) ->
             runtime.current.site(store),
             entering.request_of(lock, store, flow, lock._ttl),
             timeout,
-            functools.partial(runtime.current.waiter_services, store),
+            partial(runtime.current.waiter_services, store),
             held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
             held=lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
             contended=None,
@@ -132,13 +130,8 @@ def _refused(refused: Refused, store: Store) -> No:
 
 def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
     """Confirm a tenure; one that is not known to be confirmed is given back."""
-    try:
-        return (yield from protocol.confirm(lock._store().database, grant, fence, lock._ttl, until))
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield from give_back(lock, grant.tenure.owner, again=True)
-        raise
+    confirming = partial(protocol.confirm, lock._store().database, grant, fence, lock._ttl, until)
+    return undone(confirming, partial(give_back, lock, grant.tenure.owner, again=True))
 
 
 def give_back(lock: BaseLock, owner: str, *, again: bool = False) -> Steps[None]:
@@ -152,47 +145,37 @@ def undo(lock: BaseLock, found: object) -> Steps[None]:
         yield from give_back(lock, found.tenure.owner)
 
 
-def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Part]:
+def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Hold]:
     """Hold what has been confirmed, for the flow; no I/O."""
     found = yield from entering.acquire(lock, None, kind, flow, granted=grant)
-    return Part(lock, cast("Hold", found))
+    return cast("Hold", found)
 
 
-def leave(part: Part) -> Steps[bool]:
+def leave(lock: BaseLock, held: Hold) -> Steps[bool]:
     """Leave what is held of one database; False if it was lost."""
     try:
-        for entry in part.hold.entries:
-            yield from leaving.leave_entry(part.lock, Block(entry, part.hold))
+        for entry in held.entries:
+            yield from leaving.leave_entry(lock, Block(entry, held))
     except LockLost:
         return False
     return True
 
 
-def leave_in_background(asks: Asks, part: Part) -> None:
-    """Leave it without waiting for the answer."""
-    part.hold.lease.renewing = False
-    asks.begin(part.hold.store, _leave_quietly(part))
-
-
-def _leave_quietly(part: Part) -> Steps[None]:
-    _ = yield from leave(part)
-
-
-def extend(part: Part, ttl: float) -> Steps[bool]:
+def extend(ttl: float, lock: BaseLock, held: Hold) -> Steps[bool]:
     """Let the lease in one database end `ttl` seconds from now; False if it was lost."""
-    database = part.hold.store.database
+    database = held.store.database
     _ = yield from protocol.standing(database, ttl, _soon(database))  # the longest in use
     try:
-        yield from operations.extend(part.lock, ttl)
+        yield from operations.extend(lock, ttl)
     except (LockLost, LockNotHeld):
         return False
     return True
 
 
-def verify(part: Part) -> Steps[bool]:
+def verify(lock: BaseLock, _: Hold) -> Steps[bool]:
     """Whether the row of one database still shows the tenure."""
     try:
-        return (yield from operations.verify(part.lock))
+        return (yield from operations.verify(lock))
     except LockLost:
         return False
 

@@ -18,7 +18,7 @@ from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 from dblock.majority import asking
 from dblock.majority.asking import MOVES, Ask, Asks, Stage
-from dblock.majority.held import _Growth
+from dblock.majority.held import Held
 from tests.conftest import timed
 from tests.support.lab import until
 
@@ -264,6 +264,6 @@ def test_a_growth_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) ->
         raise ValueError("the first")
 
     held: Any = SimpleNamespace(key="k", grow=fail)
-    _Growth(held).cut()
+    Held.cut(held)
     assert "missing databases of 'k'" in caplog.text
     assert "the first" in caplog.text
