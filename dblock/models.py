@@ -54,6 +54,21 @@ class ExactCharField(_CharField):
         return parameters
 
 
+class HistoryField(ExactCharField):
+    """The history of a server: text, and on MySQL and MariaDB a number (see `dblock.core.statements.epoch`)."""
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        return "float" if connection.vendor == "mysql" else super().db_type(connection)
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters = super().db_parameters(connection)
+        return {**parameters, "collation": None} if connection.vendor == "mysql" else parameters
+
+    def from_db_value(self, value: object, expression: object, connection: BaseDatabaseWrapper) -> str:
+        """As text."""
+        return str(value)
+
+
 class MomentField(_DateTimeField):
     """A moment, which MySQL, MariaDB and SQLite store in UTC, whatever USE_TZ and the TIME_ZONE of the database are.
 
@@ -219,7 +234,7 @@ class LockEpoch(_Row):
 
     id = models.IntegerField(primary_key=True)
     server = ExactCharField("server", max_length=255)
-    history = ExactCharField("history of that server", max_length=255)
+    history = HistoryField("history of that server", max_length=255)
     since = MomentField("first found at")
     opens_at = MomentField("keys open at")
     floor = models.BigIntegerField("fence above all of earlier servers")

@@ -167,7 +167,7 @@ def _add_lock_epoch(made: MetaData, prefix: str) -> None:
         made,
         Column("id", Integer, primary_key=True, autoincrement=False),
         Column("server", _exact(255), nullable=False),
-        Column("history", _exact(255), nullable=False),
+        Column("history", _exact(255).with_variant(mysql.FLOAT(), "mysql", "mariadb"), nullable=False),
         Column("since", _moment, nullable=False),
         Column("opens_at", _moment, nullable=False),
         Column("floor", BigInteger, nullable=False),

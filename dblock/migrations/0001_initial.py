@@ -178,7 +178,7 @@ class Migration(migrations.Migration):
             fields=[
                 ("id", models.IntegerField(primary_key=True, serialize=False)),
                 ("server", dblock.models.ExactCharField(max_length=255, verbose_name="server")),
-                ("history", dblock.models.ExactCharField(max_length=255, verbose_name="history of that server")),
+                ("history", dblock.models.HistoryField(max_length=255, verbose_name="history of that server")),
                 ("since", dblock.models.MomentField(verbose_name="first found at")),
                 ("opens_at", dblock.models.MomentField(verbose_name="keys open at")),
                 ("floor", models.BigIntegerField(verbose_name="fence above all of earlier servers")),

@@ -184,6 +184,9 @@ def _of_epochs() -> Iterator[Case]:
             refused = replace(case, reply=REFUSED if case.reply else (), after={})
             yield replace(refused, behaviour="not while keys are closed", epoch={"opens_at": At(5)})
             yield replace(refused, behaviour="not on a server that did not write the row", epoch={"server": "other"})
+            if database in MYSQL:
+                dumped = {"history": 1234570}
+                yield replace(refused, behaviour="not where a dump was restored", epoch=dumped)
             if statement != "create":
                 yield replace(refused, behaviour="not a key whose old tenure may have been followed", epoch=of_old)
                 behaviour = "an old tenure's key, once its ttl has passed since"

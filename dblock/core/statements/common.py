@@ -592,7 +592,7 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 CREATE TABLE lock_epoch (
     id integer NOT NULL PRIMARY KEY,
     server {long} NOT NULL,
-    history {long} NOT NULL,
+    history {"float" if words.undumped else long} NOT NULL,
     since {words.time} NOT NULL,
     opens_at {words.time} NOT NULL,
     floor bigint NOT NULL

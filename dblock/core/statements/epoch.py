@@ -13,6 +13,10 @@ until `opens_at`.
     history     PostgreSQL: the timeline, which each promotion and each recovery from an archive changes, the number of
                 the table, and the cluster. If the server has started anew with the same ones, it was stopped, or
                 crashed, and has lost nothing that was answered: `since`, `opens_at` and `floor` stay
+                MySQL and MariaDB: a `float` of seven digits, `undumped`. They write a `float` as text with six, so a
+                dump has another number, and the restored row is no server's. A replica, a node, an ALTER TABLE and a
+                copy of the files keep it. (The table's time of creation costs a take on MySQL 0.6 ms, and differs by
+                node)
     since       when the server was first found
     opens_at    when keys open
     floor       a number above all fences that the old primary can have given, whose clock may be ahead by `MARGIN`. A
@@ -48,9 +52,9 @@ _COLUMNS: Final = "id, server, history, since, opens_at, floor"
 
 
 def _history(words: Vocabulary) -> str:
-    """A restart changes none of these; a promotion the timeline, a restored dump the table or the cluster."""
+    """A restart changes none of these; a promotion the timeline, a restored dump number, table or cluster."""
     cluster = "(SELECT system_identifier FROM pg_control_system())"
-    return f"concat_ws(' ', {words.timeline}, {words.epoch_table}, {cluster})" if words.timeline else "''"
+    return words.undumped or f"concat_ws(' ', {words.timeline}, {words.epoch_table}, {cluster})"
 
 
 def epochs(words: Vocabulary) -> Epochs:
@@ -62,7 +66,7 @@ SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0
 """
     # Safe: reads only.
     status = f"""
-SELECT CASE WHEN server = {words.server} THEN 1 ELSE 0 END, {words.since("since")}, {words.until("opens_at")}, floor
+SELECT CASE WHEN {words.wrote("lock_epoch")} THEN 1 ELSE 0 END, {words.since("since")}, {words.until("opens_at")}, floor
 FROM lock_epoch WHERE id = 1
 """
     # Safe: an administrator's word. The clock has passed the floor.
@@ -70,7 +74,7 @@ FROM lock_epoch WHERE id = 1
 {words.at_once}UPDATE lock_epoch SET
     opens_at = {words.greatest}({words.least}(opens_at, {words.now}), {words.after(str(MARGIN), "since")}),
     floor = - abs(floor)
-WHERE id = 1 AND server = {words.server} {words.durable}
+WHERE id = 1 AND {words.wrote("lock_epoch")} {words.durable}
 """
     # Safe: an administrator's word. If it arrives late or twice keys are closed for longer. Durable, as `begin`.
     seconds = words.number(":seconds")
@@ -104,17 +108,19 @@ def _begin(words: Vocabulary) -> str:
     """
     floor, seconds = _floor(words), words.number(":seconds")
     if not words.timeline:
-        cluster = f"VALUES(server) = {CLUSTER}"
-        kept = "lock_epoch.server = VALUES(server)"
+        undumped = "lock_epoch.history = VALUES(history)"
+        cluster = f"VALUES(server) = {CLUSTER} AND {undumped}"
+        kept = f"lock_epoch.server = VALUES(server) AND {undumped}"
         seconds = f"{words.greatest}({seconds}, {MARGIN})"
         return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, '', {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
+SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
 ON DUPLICATE KEY UPDATE
     since = IF({kept}, lock_epoch.since, VALUES(since)),
     opens_at = IF({kept}, lock_epoch.opens_at, {words.after(f"IF({cluster}, 0, {seconds})")}),
     floor = IF({kept}, lock_epoch.floor, IF({cluster}, 0, IF(:seconds = 0, -1, 1) * ({floor}))),
-    server = VALUES(server)
+    server = VALUES(server),
+    history = VALUES(history)
 """
     changes = {  # on another server; a restart keeps them
         "since": words.now,

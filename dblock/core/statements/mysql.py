@@ -77,6 +77,7 @@ class MySQL(Vocabulary):
     time = "datetime(6)"
     serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
     table_options = " ENGINE = InnoDB"
+    undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
 
     def __init__(self, collation: str) -> None:

@@ -54,6 +54,8 @@ class Vocabulary:
     """Text that a promotion changes and a restart does not; empty if the database has none."""
     epoch_table = ""
     """The number of the table lock_epoch, where a restored one has another."""
+    undumped = ""
+    """A number that a dump of a `float` changes; empty if the database tells a restored table otherwise."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
@@ -147,8 +149,12 @@ class Vocabulary:
             over = f"{row}.owner IS NULL OR {self.after(str(MARGIN), f'{row}.expires_at')} <= {self.now}"
             also = row and f"({self.is_latest(row)} OR {over})"
         return f"""AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
-              WHERE epoch.id = 1 AND epoch.server = {self.server}
+              WHERE epoch.id = 1 AND {self.wrote("epoch")}
                 AND epoch.opens_at <= {self.now}{kept if row else ""}{also and f" AND {also}"})"""
+
+    def wrote(self, row: str) -> str:
+        """The condition that this server wrote the row of `lock_epoch`, and not the restoring of a dump."""
+        return f"{row}.server = {self.server}" + (f" AND {row}.history = {self.undumped}" if self.undumped else "")
 
     def is_latest(self, row: str) -> str:
         """The condition on the row of `epoch` that the tenure in `row` began in it, so that no later one was lost."""

@@ -60,13 +60,13 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 CREATE TABLE lock_epoch (
     id integer NOT NULL PRIMARY KEY,
     server varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
-    history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    history float NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
     floor bigint NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
+SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, 1234567, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
 
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -79,6 +79,7 @@ AND (last_ticket = served_ticket OR :fair = 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -91,6 +92,7 @@ WHERE TRUE
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6));
 
 -- inspect: the rows it returns
@@ -153,6 +155,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -201,6 +204,7 @@ AND (last_ticket <= served_ticket OR last_ticket < TIMESTAMPDIFF(MICROSECOND, '1
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
@@ -254,6 +258,7 @@ AND locks.fence = :fence))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -268,6 +273,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -291,6 +297,7 @@ AND (last_ticket = served_ticket OR :handovers_left > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -408,6 +415,7 @@ AND waiter.reading = 0))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (:holder <> '' OR abs(epoch.floor) < door.fence)) LOCK IN SHARE MODE;
@@ -429,6 +437,7 @@ AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 ) AS see
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -469,6 +478,7 @@ WHERE (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));

@@ -60,13 +60,13 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 CREATE TABLE lock_epoch (
     id integer NOT NULL PRIMARY KEY,
     server varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
-    history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    history float NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
     floor bigint NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
+SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, 1234567, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
 
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -81,6 +81,7 @@ AND (last_ticket = served_ticket OR :fair = 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -92,6 +93,7 @@ WHERE TRUE
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6));
 
 -- inspect: the rows it returns
@@ -154,6 +156,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -203,6 +206,7 @@ AND (last_ticket <= served_ticket OR last_ticket < TIMESTAMPDIFF(MICROSECOND, '1
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
@@ -259,6 +263,7 @@ AND locks.fence = :fence))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -275,6 +280,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -299,6 +305,7 @@ AND (last_ticket = served_ticket OR :handovers_left > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
@@ -416,6 +423,7 @@ AND waiter.reading = 0))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (:holder <> '' OR abs(epoch.floor) < door.fence)) FOR SHARE OF door NOWAIT;
@@ -439,6 +447,7 @@ AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 FOR SHAR
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
@@ -480,6 +489,7 @@ WHERE (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
+AND epoch.history = 1234567
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
 AND (abs(epoch.floor) < locks.fence OR locks.owner IS NULL OR locks.expires_at + INTERVAL ROUND(2.5 * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));

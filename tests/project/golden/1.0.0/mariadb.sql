@@ -60,13 +60,13 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 CREATE TABLE lock_epoch (
     id integer NOT NULL PRIMARY KEY,
     server varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
-    history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    history float NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
     floor bigint NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
+SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, 1234567, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
 CREATE TABLE IF NOT EXISTS lock_states (
     lock_key varchar(255) CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ NOT NULL PRIMARY KEY,
     fence bigint NOT NULL,
