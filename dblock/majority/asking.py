@@ -5,7 +5,7 @@ later is given back by its own thread or task (`undo`). So a database that is sl
 limit that the caller sets. One that has not answered within a limit is *silent* until it answers again: callers do not
 wait for it, and while an ask of it is under way no other one is begun, so threads do not pile up.
 
-Rule: each result of an ask is used by its caller, or undone; never both, never neither.
+Rule: the result of an ask that was left is undone, once, whichever came first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, MutableMapping
-from enum import Enum
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock, runtime, timing
@@ -28,70 +27,65 @@ from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Stage(Enum):
-    """How far an ask has come."""
+class Health:
+    """What is known of a database."""
 
-    ASKED = "its steps run, or will run"
-    ANSWERED = "they have ended, and the caller has not looked"
-    USED = "the caller has the result, or the error"
-    LEFT = "the caller has gone: the result is undone"
+    silent = False
+    """Whether it did not answer the last time within the limit, or failed."""
+    asked_until = 0.0
+    """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
+    error: LockError | None = None
+    """Why it failed the last time; None if it answered."""
 
-
-MOVES: Final = {
-    Stage.ASKED: {Stage.ANSWERED, Stage.LEFT},
-    Stage.ANSWERED: {Stage.USED, Stage.LEFT},
-    Stage.USED: set[Stage](),
-    Stage.LEFT: set[Stage](),
-}
-"""The legal moves."""
+    def heard(self, error: LockError | None) -> None:
+        """It has answered, or failed with that error."""
+        self.silent = isinstance(error, LockStoreError) and not isinstance(error, StoreBusy)
+        self.error = error if self.silent else None
 
 
 class Ask(Generic[T]):
     """Steps on one database, as their caller sees them."""
 
-    def __init__(self, store: Store, steps: Steps[T], undo: Callable[[T], Steps[None]], wakeup: Wakeup) -> None:
+    def __init__(
+        self, store: Store, steps: Steps[T], wakeup: Wakeup, undo: Callable[[T], Steps[None]] | None = None
+    ) -> None:
+        """`wakeup`: the caller's; `undo`: what gives a result back, if that is needed."""
         self.store = store
+        self.answered = False
+        """Whether its steps have ended with a result, or with an error of the lock."""
+        self.result: T | None = None
         self.error: LockError | None = None
-        self.stage = Stage.ASKED
+        self.left = False
+        """Whether its caller has gone: a result is undone."""
         self.prompt = True
         """Whether its caller waits for it: its database was not silent when it was begun."""
         self.late = False
         """Whether it is under way beyond its limit."""
         self.among: Collection[Ask[Any]] = ()
         """Those for whose answers its caller waits together: the last prompt one wakes it."""
-        self.heard = False
-        """Whether its steps have ended with a result, or with an error of the lock."""
-        self._steps, self._undo, self._caller = steps, undo, wakeup
-        self._result: T | None = None
         self.cancel = Cancel()
         """Set when it is left."""
+        self.health = Health()
+        """That of its database."""
+        self._steps, self._undo, self._caller = steps, undo, wakeup
         self._mutex = threading.RLock()  # a signal handler may leave
 
     def pending(self) -> bool:
         """Whether it has not been answered, nor left."""
-        return self.stage is Stage.ASKED
-
-    @property
-    def result(self) -> T | None:
-        """What it has answered so far, without using it."""
-        return self._result
-
-    def use(self) -> T | None:
-        """The result, for the caller to use; None without one. Raises nothing: see `error`."""
-        return self._result if self._move(Stage.USED) and self.error is None else None
+        return not (self.answered or self.left)
 
     def leave(self, asks: Asks) -> None:
         """Let it go: what it got, or gets later, is undone in the background."""
         with self._mutex:
-            answered = self.stage is Stage.ANSWERED
-            left = self._move(Stage.LEFT)
-        if left and answered and self.error is None:
+            answered = self.answered and not self.left
+            self.left = True
+        if answered:
             asks.begin(self.store, self._undone())
-        elif left:
-            self.cancel.set()
+        self.cancel.set()
 
     def work(self) -> Steps[None]:
         """Run the steps to their end."""
@@ -106,39 +100,25 @@ class Ask(Generic[T]):
         except Exception as raised:  # noqa: BLE001 - no caller waits for it here
             error = LockStoreError(f"{self.store.name} could not be asked: {raised!r}")
             error.__cause__ = raised
+        finally:
+            if self.late:
+                self.health.asked_until = 0.0
+        self.health.heard(error)
         with self._mutex:
-            self._result, self.error, self.heard = result, error, True
-            answered = self._move(Stage.ANSWERED)
-        if answered:
-            if not any(each.prompt and each.pending() for each in self.among):
-                self._caller.notify()
-        elif error is None:
+            self.result, self.error, self.answered = result, error, True
+            left = self.left
+        if left:
             self.cancel.over = True
             yield from self._undone()
+        elif not any(each.prompt and each.pending() for each in self.among):
+            self._caller.notify()
 
     def _undone(self) -> Steps[None]:
         try:
-            yield from self._undo(self._result)  # type: ignore[arg-type]
+            if self._undo is not None and self.error is None:
+                yield from self._undo(self.result)  # type: ignore[arg-type]
         except LockError as error:
             warn("could not give back what %s has granted, which expires: %s", self.store.name, error)
-
-    def _move(self, stage: Stage) -> bool:
-        with self._mutex:
-            if stage not in MOVES[self.stage]:
-                return False
-            self.stage = stage
-            return True
-
-
-class _Health:
-    """What is known of a database."""
-
-    silent = False
-    """Whether it did not answer the last time within the limit, or failed."""
-    asked_until = 0.0
-    """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
-    error: LockError | None = None
-    """Why it failed the last time; None if it answered."""
 
 
 class Asks:
@@ -152,51 +132,27 @@ class Asks:
         """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
         self._working = 0
         """Number of threads that have one."""
-        self._tasks = dict[Any, set[Any]]()
-        """The tasks of each event loop, which itself refers to none."""
+        self._tasks = set[Any]()
+        """The tasks on event loops, which themselves refer to none."""
         self.held: WeakSet[Any] = WeakSet()
         """The majorities that are held."""
-        self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
+        self._health: MutableMapping[Store, Health] = WeakKeyDictionary()
 
     # -- asking
 
-    def ask(self, ask: Ask[Any]) -> Ask[Any]:
-        """Begin an ask, unless its database is silent and is being asked already."""
+    def ask(self, ask: Ask[Any], *, anyway: bool = False) -> Ask[Any]:
+        """Begin an ask, unless its database is silent and is being asked already; `anyway`: also then."""
         health = self._of(ask.store)
-        if clock.now() < health.asked_until:
-            error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
-            if (known := health.error) is not None:  # read once: the ask under way may be answered meanwhile
-                error = LockStoreError(f"is being asked again, after: {known}")
-                error.__cause__ = known.__cause__
-            with ask._mutex:
-                ask.error, ask.stage = error, Stage.ANSWERED
+        if anyway or clock.now() >= health.asked_until:
+            ask.health, ask.prompt = health, not health.silent
+            self.begin(ask.store, ask.work(), ask.cancel)
             return ask
-        self.begin_ask(ask)
+        error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
+        if (known := health.error) is not None:  # read once: the ask under way may be answered meanwhile
+            error = LockStoreError(f"is being asked again, after: {known}")
+            error.__cause__ = known.__cause__
+        ask.error, ask.answered = error, True
         return ask
-
-    def begin_ask(self, ask: Ask[Any]) -> None:
-        """Begin an ask, also of a silent database."""
-        health = self._of(ask.store)
-        ask.prompt = not health.silent
-        self.begin(ask.store, self._watched(ask, health), ask.cancel)
-
-    def _watched(self, ask: Ask[Any], health: _Health) -> Steps[None]:
-        try:
-            yield from ask.work()
-        finally:
-            if ask.late:
-                health.asked_until = 0.0
-            if ask.heard:
-                health.silent = isinstance(ask.error, LockStoreError) and not isinstance(ask.error, StoreBusy)
-                health.error = ask.error if health.silent else None
-
-    def missing(self) -> dict[str, bool]:
-        """By the name of each database that was asked: whether majorities go without it, as last heard."""
-        with self._mutex:
-            found = {store.name: health.silent for store, health in self._health.items()}
-        for held in list(self.held):
-            found |= dict.fromkeys(held.missing(), True)
-        return found
 
     def is_silent(self, store: Store) -> bool:
         """Whether callers should not wait for a database."""
@@ -231,31 +187,41 @@ class Asks:
         for ask in pending if not waits else ():
             self.not_answered(ask)
 
+    def hear(
+        self, steps: Mapping[K, tuple[Store, Steps[T]]], limit: float, *, anyway: bool = False
+    ) -> Steps[dict[K, T | LockError]]:
+        """What each database has answered, or how it failed; `anyway`: also a silent one is asked."""
+        wakeup = Wakeup()
+        asks = {each: self.ask(Ask(store, its, wakeup), anyway=anyway) for each, (store, its) in steps.items()}
+        yield from self.gather(asks.values(), limit, wakeup, lambda: True)
+        return {each: ask.error or cast("T", ask.result) for each, ask in asks.items() if ask.answered}
+
     def not_answered(self, ask: Ask[Any]) -> None:
         """Note that an ask is beyond its limit."""
         with ask._mutex:
             if ask.pending() and not ask.late:
-                ask.late, health = True, self._of(ask.store)
-                health.silent, health.asked_until = True, clock.now() + timing.DEFAULT.surely_answered
+                ask.late, ask.health.silent = True, True
+                ask.health.asked_until = clock.now() + timing.DEFAULT.surely_answered
 
-    def _of(self, store: Store) -> _Health:
+    def _of(self, store: Store) -> Health:
         with self._mutex:
-            return self._health.setdefault(store, _Health())
+            return self._health.setdefault(store, Health())
 
     # -- threads and tasks
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(any(self._tasks.values()) or self._jobs or self._working)
+        return bool(self._tasks or self._jobs or self._working)
 
     def begin(self, store: Store, steps: Steps[Any], cancel: Cancel | None = None) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
             task = plain_task(_logged(adrive(steps, cancel=cancel)))
-            tasks = self._of_loop(task.get_loop())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            for over in [each for each in list(self._tasks) if each.get_loop().is_closed()]:
+                self._tasks.discard(over)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             return
         with self._mutex:
             if len(self._jobs) >= self._idle:
@@ -265,13 +231,6 @@ class Asks:
                     warn("cannot start a thread to ask %s: %s", store.name, error)
             self._jobs.append((store, steps, cancel))
             self._changed.notify()
-
-    def _of_loop(self, loop: Any) -> set[Any]:
-        """The tasks of an event loop; when a new one comes, those of closed ones are forgotten."""
-        if loop not in self._tasks:
-            for over in [each for each in list(self._tasks) if each.is_closed()]:
-                _ = self._tasks.pop(over, None)
-        return self._tasks.setdefault(loop, set())
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
@@ -305,7 +264,12 @@ def the_asks() -> Asks:
 
 def missing() -> dict[str, bool]:
     """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
-    return the_asks().missing()
+    asks = the_asks()
+    with asks._mutex:
+        found = {store.name: health.silent for store, health in asks._health.items()}
+    for held in list(asks.held):
+        found |= dict.fromkeys(held.missing(), True)
+    return found
 
 
 async def _logged(work: Any) -> None:

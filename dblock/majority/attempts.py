@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
@@ -25,7 +25,7 @@ from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
 from dblock.majority.asking import Ask, the_asks
 from dblock.majority.held import Held
-from dblock.majority.member import No, listed, nothing, short
+from dblock.majority.member import No, listed, short
 from dblock.majority.protocol import Answer, Majority, QuorumUnavailable, Round, What
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class Attempts:
         """The local time until which databases are waited for that did not answer before."""
         self.slow_wait = SlowWait(self.locks[0]._slow_wait)
         self.granted: dict[int, Grant] = {}
-        self.confirmed: dict[int, Grant] = {}
         self.said: dict[str, str] = {}
         """The last answer of each database, in whichever attempt."""
         self.cannot = set[int]()
@@ -61,8 +60,8 @@ class Attempts:
         self.holder: LockInfo | None = None
         self.held: Held | None = None
         """What the flow has entered."""
-        self._open: list[Ask[Any]] = []
-        """Those whose result nobody has used yet."""
+        self._asked: list[tuple[int, Ask[Any]]] = []
+        """What was asked in the present attempt, by the number of the database."""
         self._wakeup = Wakeup()
 
     def run(self) -> Steps[Held | None]:
@@ -97,12 +96,12 @@ class Attempts:
         return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
-        self.granted, self.confirmed, self.busy, self.held = {}, {}, False, None
+        self.granted, self.busy, self.held, self._asked = {}, False, None, []
         got = yield from self._rounds(protocol.propose())
         if got is None:
             yield from self._give_all_back()
             return None
-        grants = {number: self.confirmed.get(number) or self.granted[number] for number in got.confirmed}
+        grants = {number: self.granted[number] for number in got.confirmed}
         first = next(iter(grants.values()))
         whole = first._replace(tenure=first.tenure._replace(fence=got.fence))
         self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
@@ -118,15 +117,16 @@ class Attempts:
 
     def abandon(self) -> Steps[None]:
         """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
-        for ask in self._open:
-            ask.leave(self.asks)
-        if (held := self.held) is not None:
-            for number, lock in enumerate(held.members):
-                hold = self.flow.holds.get((lock._store(), lock.key))
-                if hold is not None and hold.entered_by(lock):  # interrupted before it was noted
-                    held.parts[number] = hold
+        held = self.held
+        for number, lock in enumerate(held.members if held is not None else ()):
+            hold = self.flow.holds.get((lock._store(), lock.key))
+            if held is not None and hold is not None and hold.entered_by(lock):  # interrupted before it was noted
+                held.parts[number] = hold
+        for number, ask in self._asked:
+            if held is None or number not in held.parts:
+                ask.leave(self.asks)
+        if held is not None:
             yield from held.abandon(self.entry)
-        self._give_back_later()
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
         attempt = protocol.attempt(len(self.locks), self.lock._ttl)
@@ -156,12 +156,8 @@ class Attempts:
 
     def _give_all_back(self) -> Steps[None]:
         """Give back what was granted; what is not answered in time goes on."""
-        asks = [
-            Ask(self.locks[number]._store(), self._give_back(number), nothing, self._wakeup) for number in self.granted
-        ]
-        for ask in asks:
-            self.asks.begin_ask(ask)
-        yield from self._gather(asks, lambda: True)
+        back = {number: (self.locks[number]._store(), self._give_back(number)) for number in self.granted}
+        _ = yield from self.asks.hear(back, self.limit, anyway=True)
         self.granted = {}
 
     def _give_back_later(self) -> None:
@@ -216,31 +212,28 @@ class Attempts:
                 ask.leave(self.asks)
                 return False
             yield from self.asks.gather([ask], timing.DEFAULT.attention, self._wakeup, waits=True)
-        self._use({number: ask})
+        self._note_takes(self._heard({number: ask}))
         return number in self.granted
 
     def _look(
         self, whom: Collection[int], enough: Callable[[], bool] = lambda: False
     ) -> Steps[dict[int, LockInfo | None]]:
         """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
-        asks = {number: self._ask(number, member.look(self.locks[number], self.limit)) for number in whom}
-        yield from self._gather(asks.values(), enough)
-        found = dict[int, LockInfo | None]()
-        for number, info in self._heard(asks):
-            found[number] = info
+        looks = {number: self._ask(number, member.look(self.locks[number], self.limit)) for number in whom}
+        found = yield from self._answers(looks, enough)
+        for number, info in found.items():
             if info is not None and info.state == "held":
                 self._note(number, f"held by {info}")
         return found
 
     def _take(self, whom: Collection[int], proposed: int) -> Steps[dict[int, Grant]]:
         before = set(self.granted)
-        asks = {number: self._ask_to_take(number, 0.0, proposed) for number in whom}
+        takes = {number: self._ask_to_take(number, 0.0, proposed) for number in whom}
 
         def enough() -> bool:
-            return len(before) + sum(isinstance(ask.result, Grant) for ask in asks.values()) >= self.needed
+            return len(before) + sum(isinstance(ask.result, Grant) for ask in takes.values()) >= self.needed
 
-        yield from self._gather(asks.values(), enough)
-        self._use(asks)
+        self._note_takes((yield from self._answers(takes, enough)))
         return {number: grant for number, grant in self.granted.items() if number not in before}
 
     def _confirm(self, asked: Round) -> Steps[dict[int, Grant]]:
@@ -249,34 +242,32 @@ class Attempts:
             number: self._ask(number, member.confirm(self.locks[number], self.granted[number], asked.fence, until))
             for number in asked.whom
         }
-        yield from self._gather(asks.values())
-        for number, grant in self._heard(asks):
-            if isinstance(grant, Grant):
-                self.confirmed[number] = grant
-            else:
-                self._note(number, "lost before it was confirmed")
-        return self.confirmed
+        found = yield from self._answers(asks)
+        confirmed = {number: grant for number, grant in found.items() if grant is not None}
+        self.granted |= confirmed
+        for number in found.keys() - confirmed.keys():
+            self._note(number, "lost before it was confirmed")
+        return confirmed
 
     # -- asks, and what was heard
 
     def _ask(self, number: int, steps: Steps[T]) -> Ask[T]:
         lock = self.locks[number]
-        ask = Ask(lock._store(), steps, functools.partial(member.undo, lock), self._wakeup)
-        self._open = [*self._open, ask]
+        ask = Ask(lock._store(), steps, self._wakeup, functools.partial(member.undo, lock))
+        self._asked = [*self._asked, (number, ask)]
         return cast("Ask[T]", self.asks.ask(ask))
 
     def _ask_to_take(self, number: int, timeout: float | None, proposed: int = 0) -> Ask[Grant | No]:
         return self._ask(number, member.take(self.locks[number], timeout, proposed, self.slow_wait))
 
-    def _gather(self, asks: Collection[Ask[Any]], enough: Callable[[], bool] = lambda: False) -> Steps[None]:
-        return self.asks.gather(asks, self.limit, self._wakeup, enough, silent_until=self.silent_until)
+    def _answers(self, asks: Mapping[int, Ask[T]], enough: Callable[[], bool] = lambda: False) -> Steps[dict[int, T]]:
+        """What those have answered that do in time, or until there is enough; for silent ones, `silent_until`."""
+        yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough, silent_until=self.silent_until)
+        return self._heard(asks)
 
-    def _heard(self, asks: Mapping[int, Ask[T]]) -> Iterator[tuple[int, T | None]]:
-        """The results, each to be noted before the next; the asks that are not answered are left.
-
-        An ask counts as used once its result was noted. An interrupt in between gives the result back twice, which
-        changes nothing the second time.
-        """
+    def _heard(self, asks: Mapping[int, Ask[T]]) -> dict[int, T]:
+        """The results; the asks that are not answered are left, and failures noted."""
+        found = dict[int, T]()
         for number, ask in asks.items():
             if ask.pending():
                 ask.leave(self.asks)
@@ -284,29 +275,23 @@ class Attempts:
                     self._note(number, f"no answer in {self.limit:.2g} s", cannot=True)
                 elif self.lock.names[number] not in self.said:
                     self._note(number, "no answer for a while", cannot=True)
-                continue
-            error = ask.error
-            if error is None:
-                yield number, ask.result  # an interrupt before it is noted leaves the ask, which is then undone
-            _ = ask.use()
-            if error is None:
-                continue
-            if isinstance(error, (LockStoreError, LockTimeout)):
-                busy = isinstance(error, (StoreBusy, LockTimeout))
-                self._note(number, short(error, ask.store), cannot=not busy)
+            elif ask.error is None:
+                found[number] = cast("T", ask.result)
+            elif isinstance(ask.error, (LockStoreError, LockTimeout)):
+                busy = isinstance(ask.error, (StoreBusy, LockTimeout))
+                self._note(number, short(ask.error, ask.store), cannot=not busy)
             else:
-                raise error
-        self._open = [ask for ask in self._open if ask.pending()]
+                raise ask.error
+        return found
 
-    def _use(self, asks: Mapping[int, Ask[Grant | No]]) -> None:
-        """Use the answers to takes."""
-        for number, found in self._heard(asks):
+    def _note_takes(self, takes: Mapping[int, Grant | No]) -> None:
+        for number, found in takes.items():
             if isinstance(found, Grant):
                 self.granted[number] = found
                 self._note(number, "granted")
                 if found.ticket:
                     self._note_busy()
-            elif found is not None:
+            else:
                 self.holder = found.held or self.holder
                 self._note(number, found.why, cannot=not found.busy)
                 if found.busy:

@@ -19,19 +19,18 @@ from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, U
 from dblock.core.holding.flow import Block, Entry, Hold, current_task
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.leaving import _innermost
+from dblock.core.lock.leaving import _innermost, block_to_release
 from dblock.core.lock.locks import gives_way, refuses, was_ours
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_ttl
 from dblock.core.values import LockInfo, Seconds
-from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
-from dblock.majority.asking import Ask, the_asks
+from dblock.majority.asking import the_asks
 from dblock.majority.attempts import Attempts
 from dblock.majority.held import Held, Place
-from dblock.majority.member import nothing, undone
+from dblock.majority.member import undone
 from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
 from dblock.majority.protocol import QuorumUnavailable
 
@@ -204,9 +203,8 @@ class BaseQuorumLock(BaseLock):
 
     def _release(self) -> Steps[None]:
         """Leave once; the last time gives all back. Raises LockNotHeld, or LockLost."""
-        hold = self._own_hold("release")
-        last = next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
-        yield from self._leave(self, hold, last)
+        entry, hold = block_to_release(self)
+        yield from self._leave(self, hold, entry)
 
     def _exit(self, error: BaseException | None) -> Steps[None]:
         """End a `with`; `error` is the body's exception."""
@@ -265,17 +263,9 @@ class BaseQuorumLock(BaseLock):
 
     def _rows(self) -> Steps[dict[str, LockInfo | None]]:
         """What each database shows that answers."""
-        asks, wakeup = the_asks(), Wakeup()
-        looks = [
-            asks.ask(Ask(lock._store(), member.look(lock, self._limit), nothing, wakeup)) for lock in self._members
-        ]
-        yield from asks.gather(looks, self._limit, wakeup)
-        found = dict[str, LockInfo | None]()
-        for name, ask in zip(self.names, looks, strict=True):
-            info = None if ask.pending() else ask.use()
-            if not ask.pending() and ask.error is None:
-                found[name] = info and info.masked()
-        return found
+        looks = {lock._store().name: (lock._store(), member.look(lock, self._limit)) for lock in self._members}
+        heard = yield from the_asks().hear(looks, self._limit)
+        return {name: info and info.masked() for name, info in heard.items() if not isinstance(info, LockError)}
 
     def _locked(self) -> Steps[bool]:
         found = yield from self._rows()

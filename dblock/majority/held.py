@@ -9,7 +9,6 @@ is added to it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dblock.core import clock, runtime
-from dblock.core.errors import LockStoreError, Loss, Reason
+from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.lock.base import BaseLock
@@ -31,7 +30,7 @@ from dblock.core.values import Grant, State
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import member, protocol
 from dblock.majority.asking import Ask, the_asks
-from dblock.majority.member import No, listed, nothing, short
+from dblock.majority.member import No, listed, short
 from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
@@ -192,70 +191,62 @@ class Held(Hold):
             runtime.current.deadlines.arm(self, moment)
 
     def cut(self) -> None:
-        """The moment has come."""
+        """Ask the missing databases, without waiting for their answers: the moment has come."""
         try:
-            self.grow()
+            if self._is_live():
+                self.grow_at(clock.now() + self.lease.ttl / 3)  # first: what is lost from now on is asked at once
+                if self.loop is None:
+                    self._ask_missing()
+                elif not self.loop.is_closed():
+                    self.loop.call_soon_threadsafe(self._ask_missing)
         except Exception as error:  # noqa: BLE001 - others depend on this thread
             warn("could not ask the missing databases of %r: %r", self.key, error)
 
-    def grow(self) -> None:
-        """Ask the missing databases, without waiting for their answers; and again later."""
-        if not self._is_live():
-            return
-        self.grow_at(clock.now() + self.lease.ttl / 3)  # first: a database that is lost from now on is asked at once
-        if self.loop is None:
-            self._ask_missing()
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the flow with it
-                self.loop.call_soon_threadsafe(self._ask_missing)
-
     def _ask_missing(self) -> None:
         for number in self._missing():
-            _ = the_asks().ask(Ask(self.members[number]._store(), self._take_again(number), nothing, Wakeup()))
+            _ = the_asks().ask(Ask(self.members[number]._store(), self._take_again(number), Wakeup()))
 
     def _take_again(self, number: int) -> Steps[None]:
         """Take one more database, with the fence that the majority has at least."""
-        lock, said = self.members[number], "granted"
+        lock, name = self.members[number], self.lock.names[number]
+        found: Grant | No | None = None
+        grant: Grant | No | None = None
         try:
-            found = yield from member.take(lock, 0.0)
-            if isinstance(found, No):
-                said = found.why
-            else:
+            found = grant = yield from member.take(lock, 0.0)
+            if isinstance(found, Grant):
                 fence, until = max(self.tenure.fence, found.tenure.fence), clock.now() + self.lock._limit
                 grant = yield from member.confirm(lock, found, fence, until)
-                with self.lease._mutex:
-                    flow = self.flow()
-                    if grant is not None and flow is not None and self._is_live() and number in self._missing():
-                        self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind)
-                        self.said[self.lock.names[number]] = said
-                        return
-                yield from member.give_back(lock, found.tenure.owner)
-                return
         except LockStoreError as error:
-            said = short(error, lock._store())
-        if number in self._missing():  # else another ask has got it meanwhile
-            self.said[self.lock.names[number]] = said
+            grant = No(short(error, lock._store()))
+        with self.lease._mutex:
+            flow, is_missing = self.flow(), number in self._missing()  # else another ask has got it meanwhile
+            if isinstance(grant, Grant) and is_missing and flow is not None and self._is_live():
+                self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind)
+                self.said[name] = "granted"
+                return
+            if isinstance(grant, No) and is_missing:
+                self.said[name] = grant.why
+        if isinstance(found, Grant) and not isinstance(grant, No):
+            yield from member.give_back(lock, found.tenure.owner)
 
     # -- asking all that are held
 
     def each(self, steps: Callable[[BaseLock, Hold], Steps[bool]]) -> Steps[bool]:
         """Whether a majority of the databases answers True; raises LockLost, or QuorumUnavailable."""
-        asks, wakeup, limit, names = the_asks(), Wakeup(), self.lock._limit, self.lock.names
+        limit, names, said = self.lock._limit, self.lock.names, dict(self.said)
         asked = {
-            number: asks.ask(Ask(hold.store, steps(self.members[number], hold), nothing, wakeup))
+            number: (hold.store, steps(self.members[number], hold))
             for number, hold in sorted(self.parts.items())
             if hold.lease.loss is None
         }
-        yield from asks.gather(list(asked.values()), limit, wakeup, lambda: True)
-        said = dict(self.said)
-        good = 0
-        for number, ask in asked.items():
-            answer = None if ask.pending() else ask.use()
-            good += answer is True
-            if answer is None:
-                said[names[number]] = short(ask.error, ask.store) if ask.error else f"no answer in {limit:.2g} s"
+        heard = yield from the_asks().hear(asked, limit)
+        good = sum(answer is True for answer in heard.values())
+        for number in asked:
+            answer = heard.get(number)
+            if isinstance(answer, LockError):
+                said[names[number]] = short(answer, self.parts[number].store)
             elif not answer:
-                said[names[number]] = "lost"
+                said[names[number]] = "lost" if number in heard else f"no answer in {limit:.2g} s"
         if good >= self.quorum:
             return True
         if self.lease.remaining() <= 0:
@@ -272,15 +263,12 @@ class Held(Hold):
         the key there finds the others free.
         """
         self._end()
-        asks, wakeup, lost, order = the_asks(), Wakeup(), 0, sorted(self.parts)
+        lost, order = 0, sorted(self.parts)
         likely = runtime.current.site(self.members[0]._store()).expects_contention(self.key)
         for some in (order[1:], order[:1]) if likely else (order,):
-            asked = []
-            for number in some:
-                asked.append(Ask(self.parts[number].store, self._leave(number), nothing, wakeup))
-                asks.begin_ask(asked[-1])
-            yield from asks.gather(asked, self.lock._limit, wakeup, lambda: True)
-            lost += sum(ask.use() is False for ask in asked if not ask.pending())
+            leaving = {number: (self.parts[number].store, self._leave(number)) for number in some}
+            heard = yield from the_asks().hear(leaving, self.lock._limit, anyway=True)
+            lost += sum(answer is not True for answer in heard.values())
         return len(self.parts) - lost >= self.quorum
 
     def abandon(self, entry: Entry) -> Steps[None]:

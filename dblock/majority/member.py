@@ -7,9 +7,9 @@ Rule: a tenure that was begun is returned, held or given back, whatever interrup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -153,42 +153,35 @@ def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Hold]:
 
 def leave(lock: BaseLock, held: Hold) -> Steps[bool]:
     """Leave what is held of one database; False if it was lost."""
-    try:
-        for entry in held.entries:
-            yield from leaving.leave_entry(lock, Block(entry, held))
-    except LockLost:
-        return False
-    return True
+    return _kept(leaving.leave_entry(lock, Block(entry, held)) for entry in held.entries)
 
 
 def extend(ttl: float, lock: BaseLock, held: Hold) -> Steps[bool]:
     """Let the lease in one database end `ttl` seconds from now; False if it was lost."""
     database = held.store.database
-    _ = yield from protocol.standing(database, ttl, _soon(database))  # the longest in use
-    try:
-        yield from operations.extend(lock, ttl)
-    except (LockLost, LockNotHeld):
-        return False
-    return True
+    longest = protocol.standing(database, ttl, _soon(database))
+    return _kept(iter([longest, operations.extend(lock, ttl)]))
 
 
 def verify(lock: BaseLock, _: Hold) -> Steps[bool]:
     """Whether the row of one database still shows the tenure."""
+    return _kept(iter([operations.verify(lock)]))
+
+
+def _kept(several: Iterator[Steps[Any]]) -> Steps[bool]:
+    """Whether these steps, one after the other, find the tenure there."""
     try:
-        return (yield from operations.verify(lock))
-    except LockLost:
+        for steps in several:
+            yield from steps
+    except (LockLost, LockNotHeld):
         return False
+    return True
 
 
 def look(lock: BaseLock, limit: float) -> Steps[LockInfo | None]:
     """The row of one database."""
     database = lock._store().database
     return tenures.look(database, lock.key, database.now() + limit)
-
-
-def nothing(_: object) -> Steps[None]:
-    """For an ask whose result need not be undone."""
-    yield from ()
 
 
 def short(error: LockError, store: Store) -> str:

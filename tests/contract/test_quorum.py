@@ -28,7 +28,8 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.majority import base
-from dblock.majority.asking import Ask, the_asks
+from dblock.majority.asking import the_asks
+from dblock.majority.attempts import Attempts
 from dblock.majority.base import BaseQuorumLock
 from dblock.majority.held import Held
 from dblock.majority.options import REFUSED
@@ -649,18 +650,21 @@ def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monk
     assert until(lambda: not holders(), 3)
 
 
-def test_an_answer_is_noted_before_it_is_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an interrupt right after leaves one of the rows to its lease."""
+@pytest.mark.parametrize("where", ["_heard", "_note_takes", "_note", "_give_back_later"])
+def test_an_answer_that_an_interrupt_has_met_is_given_back(
+    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it was noted, or after: else one of the rows is left to its lease."""
     if place.face == "async":
         pytest.skip("tasks are cancelled instead")
-    use: Any = Ask.use
+    plain: Any = getattr(Attempts, where)
 
-    def strikes(ask: Any) -> Any:
+    def strikes(*given: Any, **named: Any) -> Any:
         monkeypatch.undo()
-        use(ask)
+        plain(*given, **named)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ask, "use", strikes)
+    monkeypatch.setattr(Attempts, where, strikes)
     with pytest.raises(KeyboardInterrupt):
         place.actors[0].call(place.lock(), "acquire")
     assert until(lambda: not holders(), 3)
