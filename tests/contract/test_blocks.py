@@ -206,7 +206,7 @@ def test_all_orders_of_blocks_in_a_pool(subject: Subject, what: str) -> None:
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
-@pytest.mark.parametrize("what", ["the lock of a reader"])
+@pytest.mark.parametrize("what", SHARED)
 def test_all_orders_of_generators_in_a_pool(subject: Subject, what: str) -> None:
     """As FastAPI runs them: the end of a `with` leaves its own block, in whatever context it runs, and is not refused.
 

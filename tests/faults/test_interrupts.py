@@ -359,7 +359,6 @@ OPEN = "a block that was interrupted as it began or ended is open for as long as
 ENDS = {Case("end", "kept"): OPEN}
 BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
 KNOWN: dict[str, dict[Case, str]] = {
-    "semaphore": BOTH,
     "leader": ENDS,
     "majority": {
         **BOTH,

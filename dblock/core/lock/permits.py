@@ -26,6 +26,7 @@ from dblock.core.holding.flow import Flow, Hold
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.blocks import Loaded, block_end, loaded
 from dblock.core.lock.bookkeeping import innermost, let_expire
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.leaving_several import release_each
@@ -56,6 +57,10 @@ class IsPermit(BaseLock):
     """A reference to the flow that acquired it, if the semaphore owns it."""
     _opens_block = False
     """Whether that was for a `with` of the semaphore."""
+
+    def _is_open(self) -> bool:
+        """Whether it is the permit of a `with` of the semaphore that has not ended."""
+        return self._opens_block and any(block.entry.lock is not None for block in self._blocks)
 
     @property
     def slot(self) -> int | None:
@@ -188,7 +193,7 @@ class BaseSemaphore:
         for permit in permits:
             permit._acquired_by, permit._opens_block = current_flow().ref, block
         with self._mutex:
-            held = [each for each in self._held if each._opens_block or each._hold_here() is not None]
+            held = [each for each in self._held if each._is_open() or each in self.held]
             self._held = [*held, *permits]
 
     def _drop(self, permits: list[Any]) -> list[Any]:
@@ -213,13 +218,15 @@ class BaseSemaphore:
 
     def _blocks(self) -> list[tuple[Callable[[], Flow | None], Any]]:
         """The permits of the open `with`s, each behind a reference to the flow that began it."""
-        return [(permit._acquired_by, permit) for permit in self._held if permit._opens_block]
+        return [(permit._acquired_by, permit) for permit in self._held if permit._is_open()]
 
-    def _ended(self) -> Any:
+    def _ended(self, opened: Sequence[Any]) -> Any:
         """The permit of the `with` that ends."""
         self._leave_to_parent()
         with self._mutex:
             blocks = self._blocks()
+            if opened and opened[0] in self._held:  # not after a fork
+                return self._drop([*opened])[0]
             try:
                 permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")[1]
             except LockNotHeld:
@@ -229,8 +236,8 @@ class BaseSemaphore:
 
     # -- the operations, as steps
 
-    def _take(self, n: int, timeout: float | None, *, block: bool) -> Steps[list[Any]]:
-        """Acquire `n` permits, or none; `block`: for a `with`, whose LockTimeout is raised."""
+    def _take(self, n: int, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[list[Any]]:
+        """Acquire `n` permits, or none; `block`: for a `with`, whose LockTimeout is raised, and whose end is `its`."""
         if valid_permits(n, "the number of permits") > self._permits:
             raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
         self._leave_to_parent()
@@ -238,13 +245,15 @@ class BaseSemaphore:
         first, first._wanted = permits[0], n
         try:
             if block:
-                yield from entering.enter_block(first, timeout)
+                yield from entering.enter_block(first, timeout, its and Loaded(its.end, []))
             elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
                 raise LockTimeout(key=self.key)  # noqa: TRY301 - nothing is to be left
             for permit, grant in zip(permits[1:], first._others, strict=True):
                 _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
                 first._others = first._others[1:]
             self._add(permits, block=block)
+            if its is not None:
+                its.opened.append(first)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -267,6 +276,9 @@ class BaseSemaphore:
 
     def _enter(self) -> Steps[Any]:
         """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
+        return self._enter_block(loaded(self))
+
+    def _enter_block(self, its: Loaded | None) -> Steps[Any]:
         refuse_to_skip(self)
         self._leave_to_parent()
         if any(flow is current_flow().ref for flow, _ in self._blocks()):
@@ -276,18 +288,21 @@ class BaseSemaphore:
                 key=self.key,
             )
         try:
-            return (yield from self._take(1, self._plain._timeout, block=True))[0]
+            return (yield from self._take(1, self._plain._timeout, block=True, its=its))[0]
         except LockTimeout as busy:
             if not skips(self, busy):
                 raise
             return None
 
-    def _exit(self, error: BaseException | None) -> Steps[None]:
-        """End a `with`, without a word if its permit was detached; `error` is the body's exception."""
+    def _exit(self, error: BaseException | None, opened: Sequence[Any]) -> Steps[None]:
+        """End a `with`, without a word if its permit was detached; `error` is the body's exception.
+
+        `opened`: the permit, where the `with` is known.
+        """
         if self._skipped:
             return
         try:
-            yield from leaving.leave_block(self._ended())
+            yield from leaving.leave_block(self._ended(opened))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -354,10 +369,15 @@ class SyncSemaphore(BaseSemaphore):
     def __enter__(self) -> Any:
         return self._plain._drive(self._enter())
 
+    @block_end
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Any] = (),
     ) -> None:
-        self._plain._drive(self._exit(error))
+        self._plain._drive(self._exit(error, opened))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses(
@@ -395,10 +415,15 @@ class AsyncSemaphore(BaseSemaphore):
     async def __aenter__(self) -> Any:
         return await self._plain._adrive(self._enter())
 
+    @block_end
     async def __aexit__(
-        self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self: BaseSemaphore,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Any] = (),
     ) -> None:
-        await self._plain._adrive(self._exit(error), undisturbed=True)
+        await self._plain._adrive(self._exit(error, opened), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the semaphore of an event loop: use `async with`")
