@@ -16,20 +16,26 @@ from typing import Any, Final, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.request import Request
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.sharing import listed
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.permits import BaseSemaphore
+from dblock.core.lock.rwlock import NoLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.share_keys import PERMITS_MAX
 from dblock.core.validation import valid_key, valid_text, valid_ttl
-from dblock.core.values import Grant, Seconds, Tenure
+from dblock.core.values import Grant, KeyKind, Seconds, Tenure
 from dblock.core.watchdog.renewals import Renewal
 from dblock.operating.administration import force_release
 
@@ -37,6 +43,8 @@ TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
 PATIENCE: Final = 5.0
 """Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
+Asked = BaseLock | BaseSemaphore | NoLock
+"""A lock, a semaphore, or a read-write lock."""
 
 
 class InMemory(BaseStore):
@@ -49,28 +57,45 @@ class InMemory(BaseStore):
 class Busy:
     """Somebody else who holds a key, for a block: `with`, or `async with`."""
 
-    def __init__(self, key: str, store: Store, ttl: float | None, label: str, host: str) -> None:
-        self._key, self._store, self._ttl = key, store, ttl
+    def __init__(
+        self, key: str, store: Store, ttl: float | None, label: str, host: str, *, lock: BaseLock | None
+    ) -> None:
+        """`lock` acquires what is held; without it the key is, by a writer if it is that of a read-write lock."""
+        self._key, self._store, self._ttl, self._lock = key, store, ttl, lock
         lease = (30.0 if isinstance(store, InMemory) else TTL) if ttl is None else ttl
         who = (host, 1, "", "somebody else", "")
         self._request = Request(key, lease, lease, label, 1, "stranger", *who)
-        self._grant: Grant | None = None
+        self._grants: list[Grant] = []
 
     def _begin(self) -> Steps[None]:
-        site = runtime.current.site(self._store)
-        info = yield from tenures.inspect(site.database, self._key)
+        lock, database = self._lock, self._store.database
+        info = yield from tenures.inspect(database, self._key)
+        kind = lock._kind if lock is not None else KeyKind(info.kind) if info is not None else KeyKind.LOCK
+        if kind is KeyKind.SEMAPHORE and lock is None:
+            raise TypeError(f"{self._key!r} is the key of a semaphore: give busy() the semaphore itself")
+        reading = 0 if lock is None else lock._reading
+        if kind is not KeyKind.LOCK and not reading:
+            rows = yield from listed(database, self._key, PERMITS_MAX, database.now() + PATIENCE)
+            if shares := [str(row[0]) for row in rows if row[3] > 0]:
+                info = yield from tenures.inspect(database, shares[0])
         if info is not None and info.state == "held":
             raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
-        found = yield from acquire(site, self._request, PATIENCE)  # the first statement may have to open a connection
+        site, request = runtime.current.site(self._store), self._request._replace(kind=int(kind), reading=reading)
+        # The first statement may have to open a connection.
+        taking = Taking(site, request, PATIENCE, WaiterServices, False, tuple, None, SlowWait())
+        if lock is not None:
+            found = yield from lock._take(taking)
+        else:
+            found = yield from (taking.sharing().write() if kind is KeyKind.READ_WRITE else taking.key())
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
-        self._grant = found
+        self._grants = [found, *getattr(lock, "_others", ())]
         if isinstance(self._store, InMemory):
-            self._store.strangers[found.tenure] = found.ttl if self._ttl is None else 0.0
+            self._store.strangers |= {each.tenure: each.ttl if self._ttl is None else 0.0 for each in self._grants}
 
     def _end(self) -> Steps[None]:
-        grant, self._grant = self._grant, None
-        if grant is not None:
+        grants, self._grants = self._grants, []
+        for grant in grants:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
@@ -97,15 +122,18 @@ class Busy:
         await adrive(self._end())
 
 
-def busy(key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere") -> Busy:
+def busy(
+    key: str | Asked, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere"
+) -> Busy:
     """Somebody else on another machine holds the key in this block, a `with` or an `async with`.
 
     In memory nobody waits for real for that: the `timeout` of a waiter is over at once.
 
     Args:
-        key: what is held.
+        key: what is held. The key of a lock; or the lock itself, a semaphore, all permits of which are held, or a
+            read-write lock, which a writer holds. The key of a read-write lock will do once it has been used.
         bind: the database alias, Engine or AsyncEngine where; by default where Django's `db_lock` has its keys. Of no
-            account in memory.
+            account in memory, and for a lock itself.
         ttl: the holder has died, and the key is free after so many seconds, of the clock of locks in memory or of the
             real one. By default it is held as long as the block lasts (on a real database, for five minutes at most).
         label: what the holder says of itself.
@@ -113,9 +141,18 @@ def busy(key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str =
 
     Raises:
         RuntimeError: the key is held.
+        TypeError: it is the key of a semaphore, whose number of permits no row knows.
     """
     seconds = None if ttl is None else valid_ttl(ttl)
-    return Busy(valid_key(key), _store(key, bind), seconds, valid_text(label, "label"), valid_text(host, "host"))
+    label, host = valid_text(label, "label"), valid_text(host, "host")
+    if not isinstance(key, Asked):
+        return Busy(valid_key(key), _store(key, bind), seconds, label, host, lock=None)
+    asked: Any = key
+    lock: BaseLock = asked.write() if isinstance(key, NoLock) else asked
+    if isinstance(key, BaseSemaphore):
+        lock = key.permit()
+        vars(lock)["_wanted"] = key.permits
+    return Busy(lock.key, lock._store(), seconds, label, host, lock=lock)
 
 
 def take_away(key: str) -> None:

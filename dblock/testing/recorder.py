@@ -100,7 +100,13 @@ class Recorder:
     # -- what others do
 
     def busy(
-        self, key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere"
+        self,
+        key: str | holders.Asked,
+        bind: Any = None,
+        *,
+        ttl: Seconds | None = None,
+        label: str = "",
+        host: str = "elsewhere",
     ) -> holders.Busy:
         """See `dblock.testing.busy`; `bind` is by default what `record()` was given."""
         return holders.busy(key, self._bind if bind is None else bind, ttl=ttl, label=label, host=host)

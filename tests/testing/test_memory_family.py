@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from dblock.core.errors import LockTimeout
+from dblock.core.errors import LockTimeout, WrongKind
 from dblock.testing import memory
 from sqlalchemy_dblock import db_rwlock, db_semaphore
 
@@ -83,3 +83,46 @@ def test_a_permit_that_another_thread_releases_is_waited_for() -> None:
         assert sem.acquire(timeout=300) is True
         sem.release()
         working.join()
+
+
+def test_a_busy_semaphore() -> None:
+    """All its permits are in use, until the block ends, or for as long as the lease of somebody who has died."""
+    with memory() as locks:
+        sem = db_semaphore(ENGINE, "k", 3, ttl=3600)
+        with locks.busy(sem, label="import"):
+            assert sem.acquire(blocking=False) is False
+            assert briefly(partial(sem.acquire, timeout=300)) is False
+            assert sem.available() == 0
+            assert [info.label for info in sem.holders()] == ["import"] * 3
+            with pytest.raises(LockTimeout):
+                briefly(sem.permit().__enter__)
+        assert sem.available() == 3
+        with locks.busy(sem, ttl=60):
+            begun = locks.clock.now()
+            assert briefly(partial(sem.acquire, timeout=300, n=2)) is True
+            assert locks.clock.now() - begun >= 59
+        with pytest.raises(RuntimeError, match="cannot make 'k' busy: it is held by"), locks.busy(sem):
+            pytest.fail("unreachable")
+        assert len(sem.held) == 2
+        with pytest.raises(TypeError, match="give busy.. the semaphore itself"), locks.busy("k"):
+            pytest.fail("unreachable")
+
+
+def test_a_busy_read_write_lock() -> None:
+    """A writer has it, or a reader if it is the reader's lock that is busy."""
+    with memory() as locks:
+        rw = db_rwlock(ENGINE, "k")
+        for busy in (rw, rw.write(), "k"):
+            with locks.busy(busy):
+                assert rw.read().acquire(blocking=False) is False
+                assert briefly(partial(rw.write().acquire, timeout=300)) is False
+                with pytest.raises(WrongKind):
+                    db_semaphore(ENGINE, "k").acquire()
+            with rw.write():
+                pass
+        with locks.busy(rw.read()):
+            assert rw.write().acquire(blocking=False) is False
+            with rw.read(), pytest.raises(RuntimeError, match="cannot make 'k' busy: it is held by"), locks.busy("k"):
+                pytest.fail("unreachable")
+        with rw.write():
+            pass

@@ -17,6 +17,7 @@ from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
+from tests.contract.test_semaphore import semaphore
 from tests.support.lab import PAIR_OF_FACES, SOME
 from tests.support.subjects import Actor, Subject
 
@@ -78,6 +79,19 @@ def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
         other.call(lock, "release")
     assert [attempt.outcome for attempt in locks.history] == ["busy", "busy", "released"]
     assert subject.row("k")["owner"] is None
+
+
+def test_a_busy_semaphore(subject: Subject, actor: Actor, other: Actor) -> None:
+    """All its permits are in use until the block ends; then one that waits gets its own."""
+    sem = semaphore(subject, 2, timeout=20)
+    with Stranger(actor, testing.busy(sem, label="import")):
+        assert other.call(sem, "acquire", blocking=False) is False
+        assert [info.label for info in other.call(sem, "holders")] == ["import", "import"]
+        waiting = other.start(getattr(sem, subject.method("acquire")))
+        time.sleep(0.1)
+        assert not waiting.done()
+    assert waiting.result(20) is True
+    other.call(sem, "release")
 
 
 def test_a_stranger_who_died(subject: Subject, actor: Actor) -> None:
