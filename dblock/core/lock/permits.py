@@ -193,7 +193,7 @@ class BaseSemaphore:
         for permit in permits:
             permit._acquired_by, permit._opens_block = current_flow().ref, block
         with self._mutex:
-            held = [each for each in self._held if each._is_open() or each in self.held]
+            held = [each for each in self._held if each._is_open() or each._hold_here() is not None]
             self._held = [*held, *permits]
 
     def _drop(self, permits: list[Any]) -> list[Any]:
