@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.errors import LockError
 from dblock.core.holding.handover_record import HandoverRecord
@@ -112,7 +111,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
-            _ = yield from leave_share(site_of(hold), HandoverRecord.of(grant))
+            _ = yield from handover.free(site_of(hold), HandoverRecord.of(grant))
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)
