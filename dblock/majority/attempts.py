@@ -49,7 +49,7 @@ class Attempts:
         """The local time until which databases are waited for that did not answer before."""
         self.slow_wait = SlowWait(self.locks[0]._slow_wait)
         self.granted: dict[int, Grant] = {}
-        self.said: dict[str, str] = {}
+        self._said: dict[int, str] = {}
         """The last answer of each database, in whichever attempt."""
         self.cannot = set[int]()
         """The databases that could not be asked the last time."""
@@ -78,9 +78,13 @@ class Attempts:
             yield from sleep(self.locks[0]._store(), pause if left is None else min(pause, left))
             mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
         # The time may have passed in the queue of one database: whether the others can be asked is still to be heard.
-        names = self.lock.names
-        _ = yield from self._look([number for number, name in enumerate(names) if name not in self.said])
+        _ = yield from self._look([number for number in range(len(self.locks)) if number not in self._said])
         return None
+
+    @property
+    def said(self) -> dict[str, str]:
+        """The last answer of each database by its name, in the order of the databases."""
+        return {name: self._said[number] for number, name in enumerate(self.lock.names) if number in self._said}
 
     def error(self) -> LockTimeout | QuorumUnavailable:
         """Why there is no majority: others have the key, or too few databases could be asked."""
@@ -105,7 +109,7 @@ class Attempts:
         first = next(iter(grants.values()))
         whole = first._replace(tenure=first.tenure._replace(fence=got.fence))
         self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
-        held.said = dict(self.said)
+        held.said = self.said
         for number, grant in grants.items():
             held.parts[number] = yield from member.hold(self.locks[number], self.flow, grant, self.entry.kind)
         self._give_back_later()
@@ -273,7 +277,7 @@ class Attempts:
                 ask.leave(self.asks)
                 if ask.prompt:
                     self._note(number, f"no answer in {self.limit:.2g} s", cannot=True)
-                elif self.lock.names[number] not in self.said:
+                elif number not in self._said:
                     self._note(number, "no answer for a while", cannot=True)
             elif ask.error is None:
                 found[number] = cast("T", ask.result)
@@ -298,7 +302,7 @@ class Attempts:
                     self._note_busy()
 
     def _note(self, number: int, said: str, *, cannot: bool = False) -> None:
-        self.said[self.lock.names[number]] = said
+        self._said[number] = said
         if cannot:
             self.cannot.add(number)
         else:

@@ -157,7 +157,7 @@ class BaseQuorumLock(BaseLock):
         try:
             yield from undone(partial(self._entered, attempts), attempts.abandon)
         finally:
-            self._last = dict(attempts.said)
+            self._last = attempts.said
 
     def _entered(self, attempts: Attempts) -> Steps[None]:
         observers, begin = runtime.current.watchdog.observers, partial(self._begin, attempts)

@@ -327,6 +327,7 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
             actor.call(lock, "acquire", timeout=0.3)
         assert time.monotonic() - began < 3
         assert sum(answer.startswith("has no table") for answer in few.value.answers.values()) == 2
+        assert list(few.value.answers) == lock.names, "in their order"
         assert not isinstance(few.value, LockTimeout)
         stranger = Subject("sqlalchemy", "sync", "sqlite").lock("k")
         with stranger:  # the time passes in the queue of the one that can be asked
