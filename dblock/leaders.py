@@ -38,13 +38,11 @@ class Leader(SyncLeader):
 
     def guard(self, using: str | None = None) -> None:
         """Keep the term, come what may, until the open transaction ends; as `Lock.guard`."""
-        self._refuse_unless_elected()
-        self._lock.guard(using)
+        self._elected().guard(using)
 
     async def aguard(self, using: str | None = None) -> None:
         """The asynchronous twin of `guard`."""
-        self._refuse_unless_elected()
-        await self._lock.aguard(using)
+        await self._elected().aguard(using)
 
 
 def db_leader(name: str, *, using: str | None = None, **options: Unpack[Options]) -> Leader:

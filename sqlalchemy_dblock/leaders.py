@@ -23,8 +23,7 @@ class Leader(SyncLeader):
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `Lock.guard`."""
-        self._refuse_unless_elected()
-        self._lock.guard(session_or_connection)
+        self._elected().guard(session_or_connection)
 
 
 class AsyncLeader(leading.AsyncLeader):
@@ -32,8 +31,7 @@ class AsyncLeader(leading.AsyncLeader):
 
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `AsyncLock.guard`."""
-        self._refuse_unless_elected()
-        await self._lock.guard(session_or_connection)
+        await self._elected().guard(session_or_connection)
 
 
 @overload

@@ -294,7 +294,9 @@ class MemoryStore(InMemory):
     def _all_in_vain(self) -> list[Pause]:
         """The pauses of all who wait, if each has come to one and they do so in vain; else none."""
         keys = {wakeup: key for (key, _), wakeup in self.process.wakeups._all()}
-        pauses, now = dict(self._pauses), self.clock.now()
+        # One without a database waits for another flow, which is asked itself.
+        pauses = {wakeup: pause for wakeup, pause in dict(self._pauses).items() if wakeup.database is not None}
+        now = self.clock.now()
         if len(pauses) < len(self.trying) or not pauses.keys() <= keys.keys():
             return []
         if any(wakeup.notified() or pause.until <= now for wakeup, pause in pauses.items()):

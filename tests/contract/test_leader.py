@@ -26,6 +26,8 @@ from dblock.core.errors import (
     StoreConflict,
     SynchronousOnlyOperation,
 )
+from dblock.core.holding.flow import Hold
+from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
@@ -500,14 +502,14 @@ def test_an_interrupted_release_leaves_nothing(
     """The key is released all the same, and the object can campaign again."""
     leader = candidate()
     assert actor.call(leader, "campaign")
-    own_hold, interrupts = leader._lock._own_hold, iter([KeyboardInterrupt()])
+    interrupts = iter([KeyboardInterrupt()])
 
-    def interrupted(verb: str) -> Any:
+    def interrupted(hold: Hold) -> None:
         for error in interrupts:
             raise error
-        return own_hold(verb)
+        forget(hold)
 
-    monkeypatch.setattr(leader._lock, "_own_hold", interrupted)
+    monkeypatch.setattr("dblock.core.lock.leaving.forget", interrupted)
     with pytest.raises(KeyboardInterrupt):
         actor.call(leader, "resign")
     assert either.row(KEY)["owner"] is None

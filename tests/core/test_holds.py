@@ -160,6 +160,18 @@ def hold_of(local: Clock, **options: Any) -> Hold:
     return Hold(FakeStore(local), current_flow(), grant, Entry(lock, "acquire"), lock.options)
 
 
+def test_the_callbacks_of_a_loss_are_found_though_its_block_ends(local: Clock) -> None:
+    """A body that sees the loss may end before the watching thread calls them."""
+
+    def end() -> None: ...
+
+    lock, hold = BaseLock("k", ttl=30), hold_of(local)
+    hold.entries = [Entry(lock, "with", weakref.ref(end))]
+    seen = hold.snapshot()
+    del end
+    assert (hold.locks(), seen.locks()) == ([], [lock])
+
+
 def test_held_then_at_risk_then_lost(local: Clock) -> None:
     """By the local clock alone: late from half of the ttl on, lost a margin before its end."""
     hold = hold_of(local)

@@ -356,10 +356,8 @@ CASES = [
     *(Case(phase, "kept") for phase in ("cancel", "cancel, wait")),
 ]
 OPEN = "a block that was interrupted as it began or ended is open for as long as its object lives, and is renewed"
-ENDS = {Case("end", "kept"): OPEN}
 BOTH = {Case(phase, "kept"): OPEN for phase in ("begin", "wait", "end")}
 KNOWN: dict[str, dict[Case, str]] = {
-    "leader": ENDS,
     "majority": {
         **BOTH,
         **{Case(phase, "dropped"): "its flow refers to it" for phase in ("begin", "wait", "end")},

@@ -366,7 +366,9 @@ class Hold:
         """A copy that does not change when its flow enters and leaves."""
         twin = copy.copy(self)
         twin.is_snapshot, twin.lease, twin.outer = True, self.lease.snapshot(), None
-        twin.entries = [*self.entries, Entry(self.leaving, "acquire")] if self.leaving else list(self.entries)
+        # Without the ends of their blocks: one may end before the callbacks of its lock object are called.
+        entered = [(each.lock, each.kind) for each in self.entries] + [(self.leaving, "acquire")]
+        twin.entries = [Entry(lock, kind) for lock, kind in entered if lock is not None]
         return twin
 
     def entered_by(self, lock: HoldObserver) -> bool:

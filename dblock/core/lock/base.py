@@ -202,7 +202,7 @@ class BaseLock:
         return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
     def _adrive(
-        self, steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel | None = None
+        self, steps: Steps[T], cancel: Cancel | None = None, *, undisturbed: bool = False
     ) -> Coroutine[Any, Any, T]:
         return adrive(steps, undisturbed=undisturbed, cancel=cancel)
 
