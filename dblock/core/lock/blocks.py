@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from inspect import iscoroutinefunction
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dblock.core import runtime
@@ -34,6 +36,7 @@ class _End:
 
     def __init__(self, leave: Callable[..., Any]) -> None:
         self.leave = leave
+        self._awaits = iscoroutinefunction(leave)
         _ = functools.update_wrapper(self, leave)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
@@ -42,11 +45,19 @@ class _End:
         opened: list[Any] = []
         end = functools.partial(self.leave, owner, opened=opened)
         runtime.current.flows.thread.loaded = Loaded(weakref.ref(end), opened)
-        return end
+        return MethodType(_awaited, end) if self._awaits else end
 
     def __call__(self, owner: Any, *error: Any) -> Any:
         """Leave a block whose end was not loaded by a `with`: contextlib.ExitStack calls the function of the class."""
         return self.leave(owner, *error)
+
+
+async def _awaited(end: Callable[..., Any], *error: Any) -> Any:
+    """Leave by the end of an `async with`, which refers to it until it has called it: the block is open until then."""
+    try:
+        return await end(*error)
+    finally:
+        del end  # a traceback keeps this frame
 
 
 def block_end(leave: F) -> F:
