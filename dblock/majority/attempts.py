@@ -111,7 +111,8 @@ class Attempts:
         self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
         held.said = self.said
         for number, grant in grants.items():
-            held.parts[number] = yield from member.hold(self.locks[number], self.flow, grant, self.entry.kind)
+            taking = member.hold(self.locks[number], self.flow, grant, self.entry.kind, held.alive)
+            held.parts[number] = yield from taking
         self._give_back_later()
         if held.lease.remaining() > 0:
             held.begin()

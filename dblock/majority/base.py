@@ -18,6 +18,7 @@ from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, UnsupportedDatabase
 from dblock.core.holding.flow import Block, Entry, Hold, current_task
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.blocks import Loaded, loaded
 from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.leaving import _innermost, block_to_release
 from dblock.core.lock.locks import gives_way, refuses, was_ours
@@ -151,15 +152,15 @@ class BaseQuorumLock(BaseLock):
 
     # -- entering
 
-    def _get(self, timeout: float | None, kind: str) -> Steps[None]:
+    def _get(self, timeout: float | None, kind: str, its: Loaded | None = None) -> Steps[None]:
         """Take it, or enter it again; raises LockTimeout or QuorumUnavailable. `kind`: that of the entry."""
-        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind))
+        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind, its and its.end))
         try:
-            yield from undone(partial(self._entered, attempts), attempts.abandon)
+            yield from undone(partial(self._entered, attempts, its), attempts.abandon)
         finally:
             self._last = attempts.said
 
-    def _entered(self, attempts: Attempts) -> Steps[None]:
+    def _entered(self, attempts: Attempts, its: Loaded | None) -> Steps[None]:
         observers, begin = runtime.current.watchdog.observers, partial(self._begin, attempts)
         steps = begin() if observers is None else observers.acquire(self, attempts.entry, begin, self._leave)
         held = yield from steps
@@ -168,16 +169,20 @@ class BaseQuorumLock(BaseLock):
         if attempts.entry.kind == "with":
             if self.options.interrupt:
                 held.cancelling = current_task().cancelling()
-            self._blocks.append(Block(attempts.entry, held))
+            block = Block(attempts.entry, held)
+            self._blocks = [*(each for each in self._blocks if each.entry.lock is not None), block]
+            if its is not None:
+                its.opened.append(block)
 
     def _begin(
         self, attempts: Attempts, contended: Callable[[LockInfo | None], None] | None = None
     ) -> Steps[Hold | Refused]:
         hold = self._hold_here(attempts.flow)
         if isinstance(hold, Held) and hold.lease.remaining() > 0:
-            attempts.held = hold
-            hold.entries = [*hold.open_entries(), attempts.entry]
-            return hold
+            if kept := hold.open_entries():
+                attempts.held, hold.entries = hold, [*kept, attempts.entry]
+                return hold
+            _ = yield from hold.give()  # its block has ended unnoticed, and it is renewed no more
         attempts.contended = contended
         if (held := (yield from attempts.run())) is not None:
             return held
@@ -196,7 +201,7 @@ class BaseQuorumLock(BaseLock):
 
     def _enter(self) -> Steps[None]:
         """Begin a `with`; raises LockTimeout or QuorumUnavailable."""
-        steps = self._get(self._timeout, "with")
+        steps = self._get(self._timeout, "with", loaded(self))
         return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
     # -- leaving
@@ -206,11 +211,11 @@ class BaseQuorumLock(BaseLock):
         entry, hold = block_to_release(self)
         yield from self._leave(self, hold, entry)
 
-    def _exit(self, error: BaseException | None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception."""
+    def _exit(self, error: BaseException | None, block: Block | None = None) -> Steps[None]:
+        """End a `with`; `error` is the body's exception, `block` what it has opened, if that is known."""
         if self._skipped:
             return
-        block = _innermost(self)
+        block = block or _innermost(self)
         try:
             if block is None or block.entry not in block.hold.entries:  # left by release()
                 yield from self._release()

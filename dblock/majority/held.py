@@ -129,6 +129,10 @@ class Held(Hold):
                 told[names[number]] = f"lost, {loss.reason}"
         return f"fewer than {self.quorum} of {len(names)} databases could be trusted: {listed(told)}"
 
+    def alive(self) -> object:
+        """None once nobody can leave it who has not; then its databases are renewed no more."""
+        return None if self.entries and not self.open_entries() else self
+
     def renew_no_more(self) -> bool:
         """Let the leases of its databases end."""
         for hold in list(self.parts.values()):
@@ -221,7 +225,7 @@ class Held(Hold):
         with self.lease._mutex:
             flow, is_missing = self.flow(), number in self._missing()  # else another ask has got it meanwhile
             if isinstance(grant, Grant) and is_missing and flow is not None and self._is_live():
-                self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind)
+                self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind, self.alive)
                 self.said[name] = "granted"
                 return
             if isinstance(grant, No) and is_missing:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core.errors import LockTimeout
+from dblock.core.holding.flow import Block
+from dblock.core.lock.blocks import block_end
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import Timeout, refuse_interrupt, refuses
 from dblock.core.protocol.steps import Steps
@@ -70,10 +72,15 @@ class SyncQuorumLock(BaseQuorumLock):
         self._drive(self._enter())
         return self
 
+    @block_end
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Block] = (),
     ) -> None:
-        self._drive(self._exit(error))
+        self._drive(self._exit(error, *opened))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or AsyncEngines")
@@ -121,10 +128,15 @@ class AsyncQuorumLock(BaseQuorumLock):
         await self._adrive(self._enter())
         return self
 
+    @block_end
     async def __aexit__(
-        self: BaseQuorumLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self: BaseQuorumLock,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: Sequence[Block] = (),
     ) -> None:
-        await self._adrive(self._exit(error), undisturbed=True)
+        await self._adrive(self._exit(error, *opened), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")

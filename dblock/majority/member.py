@@ -145,9 +145,9 @@ def undo(lock: BaseLock, found: object) -> Steps[None]:
         yield from give_back(lock, found.tenure.owner)
 
 
-def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Hold]:
-    """Hold what has been confirmed, for the flow; no I/O."""
-    found = yield from entering.acquire(lock, None, kind, flow, granted=grant)
+def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[Hold]:
+    """Hold what has been confirmed, for the flow, until `alive` gives None; no I/O."""
+    found = yield from entering.acquire(lock, None, kind, flow, granted=grant, end=alive)
     return cast("Hold", found)
 
 

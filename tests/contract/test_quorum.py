@@ -500,6 +500,9 @@ def test_what_observers_hear(place: Place) -> None:
         first = [("acquired", "at_once", 1), ("acquired", "reentered", 2), ("released", "released", 1)]
         assert heard() == [*first, ("contended", "", 0), ("gave_up", "timeout", 0), ("released", "released", 0)]
         assert {each.fence for each in events if each.kind in {Kind.ACQUIRED, Kind.RELEASED}} == {fence}
+        theirs = [each for each in events if each.majority == ", ".join(lock.names)]
+        heard_there = {(each.kind, each.database) for each in theirs}
+        assert heard_there == {(kind, name) for kind in (Kind.ACQUIRED, Kind.RELEASED) for name in lock.names}
         events.clear()
         assert actor.call(lock, "acquire") is True
         for database in ("postgresql", "mariadb"):
