@@ -28,7 +28,6 @@ from dblock.core.validation import valid_history, valid_quarantine, valid_reapin
 from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
-from dblock.operating import pins  # noqa: F401 # pyright: ignore[reportUnusedImport] - sets the core's hook
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
@@ -103,6 +102,8 @@ class EngineStore(BaseStore):
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
         self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
         self.history = options.history if self.renewable else 0
+        if not self.database.dialect.single_writer:  # where a transaction can pin a key
+            from dblock.operating import pins  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport] - sets a hook
         if self.history:
             from dblock.operating import history  # noqa: PLC0415 - off by default
 

@@ -3,8 +3,8 @@
 A lease ends by itself, and an administrator can end a tenure. A pin ends only with its transaction, which may stay open
 as long as its process hangs. The database knows the session of that transaction.
 
-Importing this module has the error of a refused acquire name that transaction; the modules of each face that make the
-stores import it.
+Importing this module has the error of a refused acquire name that transaction. Django's face imports it, SQLAlchemy's
+with the first engine of a database server.
 
 Rule: this is queried for administration and for the error of a refused acquire; never on the way to a lock.
 """
