@@ -488,6 +488,31 @@ def test_interrupt_cancels_the_body(
     assert async_face.row(KEY)["owner"] is None
 
 
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "async", "sqlite", "aiosqlite")], indirect=True, ids=str)
+def test_a_body_that_cleans_up_is_cancelled_too(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """In a task that was cancelled before the body began, which is no other cancellation of the body."""
+    leader, inside = candidate(interrupt=True), threading.Event()
+
+    async def block() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        _ = task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+        async with leader:
+            inside.set()
+            await asyncio.sleep(60)
+
+    running = actor.start(block)
+    assert inside.wait(10)
+    other.call(leader, "resign")
+    with pytest.raises(LockError, match="was ended by resign"):
+        running.result(10)
+    assert subject.row(KEY)["owner"] is None
+
+
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
 def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., Any]) -> None:
     """Are refused when the object is made."""

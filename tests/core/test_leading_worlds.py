@@ -20,7 +20,7 @@ import pytest
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Waiter
-from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
+from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import _Life
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.leading import SyncLeader
@@ -33,7 +33,7 @@ from tests.support.model import Interrupted, World
 
 TTL = 30.0
 HOUR = 3600.0
-FAULTS = ("interrupt", "death", "fails", "lost", "fork")
+FAULTS = ("interrupt", "death", "fails", "busy", "lost", "fork")
 
 
 class BodyError(Exception):
@@ -132,8 +132,9 @@ class Actor:
             inside = isinstance(step, Call)
             self.go_on(Outcome(None, Interrupted())) if inside else self.go_on(error=Interrupted())
         elif isinstance(step, Execute):
-            rows = [] if fault == "fails" else house.execute(step)
-            failure = {"fails": LockStoreError("out of order"), "lost": StoreUnanswered("no answer")}.get(fault)
+            rows = [] if fault in {"fails", "busy"} else house.execute(step)
+            failures = {"fails": LockStoreError("out of order"), "busy": StoreConflict("try again")}
+            failure = {**failures, "lost": StoreUnanswered("no answer")}.get(fault)
             self.go_on(rows, failure)
         elif isinstance(step, Call):
             try:
@@ -313,3 +314,11 @@ def test_all_orders(does: str) -> None:
 def test_a_fault(does: str, fault: str) -> None:
     """At each step of each order."""
     assert explored(does, fault).states > 5
+
+
+def test_a_candidate_is_withdrawn_at_once() -> None:
+    """Who resigns waits for no candidate, however long that waits itself."""
+    world = House().set_up("cx")
+    for who in (0, 1):
+        world.happen(Choice("step", who))
+    assert [each.done for each in world.actors] == [False, True]
