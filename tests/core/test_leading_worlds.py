@@ -358,3 +358,17 @@ def test_nothing_is_renewed_for_steps_that_are_closed() -> None:
     [candidacy] = [world.leader._candidacy]
     assert (candidacy.leads(), candidacy.driven, candidacy.hold.lease.renewing) == (False, False, False)
     until_it_sends(world, resigns, "release")
+
+
+def test_a_term_that_was_lost_is_not_released_later() -> None:
+    """Its key is closed until the grace is over, however often one resigns."""
+    world = House().set_up("cxx")
+    world.leader._lock.options = world.leader._lock.options._replace(grace=20.0)
+    sent = list[str]()
+    for actor in world.actors:
+        while not actor.done:
+            sent += [actor.step.statement.name] if isinstance(actor.step, Execute) else []
+            actor.happen()
+        world.time += TTL + 1 if actor.letter == "c" else 0.0
+    assert "release" not in sent
+    assert world.owner() is not None
