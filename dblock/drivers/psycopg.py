@@ -15,7 +15,7 @@ import hashlib
 import select
 from collections.abc import Generator
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from psycopg import errors, generators, postgres, pq, waiting
 from psycopg.adapt import AdaptersMap, Transformer
@@ -29,6 +29,8 @@ _ADAPTERS = AdaptersMap(types=postgres.types)
 """Adapters for numbers and texts, whatever the application has registered with psycopg or its connections."""
 numeric.register_default_adapters(_ADAPTERS)
 string.register_default_adapters(_ADAPTERS)
+_INTERVAL: Final = 5.0
+"""Seconds after which a task that awaits an answer polls its socket unasked; by default psycopg 3.3 does so at once."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 
 
@@ -71,9 +73,7 @@ class Prepared:
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""
-        async with self._connection.lock:
-            # Not by the connection's own `wait`, which after a cancellation waits for seconds for the server to cancel.
-            rows: Rows = await waiting.wait_async(self._exchange(step), self._connection.pgconn.socket)
+        rows: Rows = await _awaited(self._connection, self._exchange(step))
         return rows
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
@@ -110,9 +110,17 @@ def ask(connection: Any, sql: str) -> str | None:
 
 async def aask(connection: Any, sql: str) -> str | None:
     """The same on an AsyncConnection."""
-    async with connection.lock:
-        value: str | None = await waiting.wait_async(_question(connection.pgconn, sql), connection.pgconn.socket)
+    value: str | None = await _awaited(connection, _question(connection.pgconn, sql))
     return value
+
+
+async def _awaited(connection: Any, exchange: Generator[Any, Any, Any]) -> Any:
+    """What an exchange on an AsyncConnection returns.
+
+    Not by the connection's own `wait`, which after a cancellation waits for seconds for the server to cancel.
+    """
+    async with connection.lock:
+        return await waiting.wait_async(exchange, connection.pgconn.socket, _INTERVAL)
 
 
 def _question(pgconn: Any, sql: str) -> Generator[Any, Any, str | None]:

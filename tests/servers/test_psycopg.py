@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import selectors
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute
@@ -19,6 +22,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
 from tests.servers.test_fork import in_child
+from tests.support.proxy import Proxy
 from tests.support.steps import NO_STORE
 
 pytestmark = pytest.mark.direct
@@ -95,3 +99,40 @@ def test_a_fork_while_another_thread_begins(monkeypatch: pytest.MonkeyPatch) -> 
     assert in_child(child)
     go.set()
     thread.join()
+
+
+class Turns(selectors.DefaultSelector):
+    """Counts the turns of an event loop."""
+
+    turns = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As any selector does."""
+        self.turns += 1
+        return super().select(timeout)
+
+
+def test_a_task_that_awaits_an_answer_leaves_its_event_loop_asleep(request: pytest.FixtureRequest) -> None:
+    """Nothing polls the socket while the answer is under way."""
+    ready(request, "postgresql")
+    selector, where = Turns(), make_url(url("postgresql"))
+    assert where.port is not None
+
+    async def turns_of_a_cycle(proxy: Proxy) -> int:
+        engine = create_async_engine(where.set(port=proxy.port))
+        for _ in range(4):
+            async with db_lock(engine, "k"):
+                pass
+        proxy.delay = 0.1
+        before = selector.turns
+        async with db_lock(engine, "k"):
+            pass
+        cycle = selector.turns - before
+        await engine.dispose()
+        return cycle
+
+    with (
+        Proxy(0, where.port) as proxy,
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
+    ):
+        assert runner.run(turns_of_a_cycle(proxy)) < 40
