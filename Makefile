@@ -1,11 +1,14 @@
-# The main commands set up all that they need: `make demo`, `make serve` and `make test`.
+# The main commands set up all that they need: `make demo`, `make serve` and `make test`. `make` alone lists all.
 
 PYTHON := .venv/bin/python
 
 # Where bytecode must not be kept, all of the hundreds of processes of a run of the suite would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults product nemesis pooler matrix versions dist messages screenshots docs pictures clean
+.PHONY: help demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults product nemesis pooler matrix versions dist messages screenshots docs pictures clean
+
+help: ## What there is; `make` alone prints it too
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -112,5 +115,5 @@ pictures: ## The drawings of the docs, light and dark
 	@sh scripts/setup test
 	@$(PYTHON) -m scripts.pictures
 
-clean:
+clean: ## Remove what was built, the virtual environment too
 	rm -rf .venv .tox .build dist

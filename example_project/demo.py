@@ -33,7 +33,6 @@ class Run:
     name: str
     locked: bool
     sold: int = 0
-    seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
 
 
@@ -137,14 +136,12 @@ def _watch(run: Run, processes: list[subprocess.Popen[str]], stock: int, console
         for process in processes:
             if _pipe(process.stdout).readline() != "ready\n":
                 raise RuntimeError("a seller did not start")
-        start = time.perf_counter()
         for process in processes:
             _pipe(process.stdin).write("go\n")
             _pipe(process.stdin).flush()
         while any(process.poll() is None for process in processes):
             progress.update(task, completed=Sale.objects.count())
             time.sleep(0.1)
-        run.seconds = time.perf_counter() - start
         run.sold = Sale.objects.count()
         progress.update(task, completed=run.sold)
 
@@ -156,7 +153,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 def _summary(runs: list[Run], stock: int) -> Table:
     table = Table("run", title=f"{stock} items")
-    for heading in ("sold", "oversold", "locks/s", "wait p50", "wait p99"):
+    for heading in ("sold", "oversold", "wait p50", "wait p99"):
         table.add_column(heading, justify="right")
     for run in runs:
         oversold = run.sold - stock
@@ -165,7 +162,6 @@ def _summary(runs: list[Run], stock: int) -> Table:
             run.name,
             str(run.sold),
             f"[bold {'red' if oversold else 'green'}]{oversold}",
-            f"{len(run.waits) / run.seconds:.0f}" if run.locked else "–",
             f"{waits[49] * 1000:.1f} ms" if waits else "–",
             f"{waits[98] * 1000:.1f} ms" if waits else "–",
         )
