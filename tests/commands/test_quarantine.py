@@ -114,11 +114,16 @@ def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
 
 
 def test_sqlite_has_none(request: pytest.FixtureRequest) -> None:
-    """It has no replicas."""
+    """Keys cannot be closed there: the command fails, and says what to do before a backup is restored."""
     ready(request, "sqlite")
-    for change in ("--end", "--begin"):
-        shown = Shell("sqlalchemy", "sqlite")("quarantine", change, "--yes")
+    shell = Shell("sqlalchemy", "sqlite")
+    for change in ([], ["--end", "--yes"]):
+        shown = shell("quarantine", *change)
         assert (shown.returncode, "no replicas" in shown.stdout) == (0, True)
+    refused = shell("quarantine", "--begin", "--yes")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "nothing was done" in refused.stderr
+    assert "first stop all processes that use the file" in refused.stderr
 
 
 def test_a_lease_that_outlasts_it() -> None:

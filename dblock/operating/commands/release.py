@@ -82,10 +82,13 @@ def reap(context: Context, options: Namespace) -> int:
 def quarantine(context: Context, options: Namespace) -> int:
     """Say whether keys are closed after a failover, or open or close them.
 
-    1 if they are closed, unless that was asked for; 2 if a change was not agreed to.
+    1 if they are closed, unless that was asked for; 2 if a change was not agreed to, or is not possible.
     """
     found = context.quarantine(begins=options.end or options.begin)
     database = context.store.database
+    if options.begin and database.dialect.epoch is None:
+        complain(f"nothing was done: {context.where} has no quarantine. {_STOP}")
+        return NOT_AGREED
     if found is not None and (options.begin or (options.end and found.opens_in > 0)):
         if not (options.yes or can_ask()):
             complain("nobody can be asked here (standard input is no terminal): say --yes")
@@ -109,6 +112,10 @@ def quarantine(context: Context, options: Namespace) -> int:
     return NOT_HELD if found is not None and found.opens_in > 0 and not options.begin else DONE
 
 
+_STOP: Final = (
+    "SQLite has no replicas. If a copy or a dump of the file is restored, a lock that was taken since may get a second "
+    "holder: first stop all processes that use the file, until the longest ttl and grace in use are over"
+)
 _UNKNOWN: Final = "nobody has taken a lock since the server has started; the first who does will know more"
 _END: Final = (
     "A key may then have two holders, if it was granted before and this server does not know. Go on only if nothing "
