@@ -38,13 +38,13 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
     """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database, E006 no schemas there."""
     if not isinstance(conf.given(), dict):
         return [
-            Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}. See docs/reference.md.", id="dblock.E001")
+            Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}. Documentation: Reference.", id="dblock.E001")
         ]
     given = conf.given()
     found: list[CheckMessage] = [
         Error(
             f"DBLOCK has no setting {name!r}.",
-            hint=f"It knows {', '.join(sorted(conf.NAMES))}. See docs/reference.md.",
+            hint=f"It knows {', '.join(sorted(conf.NAMES))}. Documentation: Reference.",
             id="dblock.E001",
         )
         for name in given
@@ -61,32 +61,32 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
             if name in given:
                 valid(given[name])
         except (TypeError, ValueError) as error:
-            hint = "Seconds or a timedelta. See docs/reference.md."
+            hint = "Seconds or a timedelta. Documentation: Reference."
             found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint=hint, id="dblock.E002"))
     try:
         valid_reaping(given.get("REAP_EVERY"), 0, "DBLOCK['REAP_EVERY']")
     except (TypeError, ValueError) as error:
-        hint = "Seconds or a timedelta, or None for never. See docs/operating.md."
+        hint = "Seconds or a timedelta, or None for never. Documentation: Commands and the admin."
         found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
     try:
         valid_history(given.get("HISTORY", 0), "DBLOCK['HISTORY']")
     except (TypeError, ValueError) as error:
-        hint = "For example 10000; 0 for none. See docs/operating.md."
+        hint = "For example 10000; 0 for none. Documentation: Commands and the admin."
         found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
     try:
         valid_quarantine(given.get("FAILOVER_QUARANTINE", "auto"), "DBLOCK['FAILOVER_QUARANTINE']")
     except (TypeError, ValueError) as error:
-        hint = 'Seconds or a timedelta, "auto" or None. See docs/clusters.md.'
+        hint = 'Seconds or a timedelta, "auto" or None. Documentation: Clusters and failover.'
         found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
     if not isinstance(given.get("LISTEN", True), bool):
-        hint = "A bool. See docs/reference.md."
+        hint = "A bool. Documentation: Reference."
         found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint=hint, id="dblock.E002"))
     alias = given.get("USING")
     if alias is not None and alias not in connections:
-        hint = f"DATABASES has {', '.join(sorted(connections))}. See docs/reference.md."
+        hint = f"DATABASES has {', '.join(sorted(connections))}. Documentation: Reference."
         found.append(Error(f"DBLOCK['USING'] names no database: {alias!r}.", hint=hint, id="dblock.E003"))
     elif alias is not None and connections[alias].vendor not in DIALECTS:
-        hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite. See docs/databases.md."
+        hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite. Documentation: Databases."
         found.append(Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004"))
     return found + _check_names(given)
 
@@ -98,13 +98,13 @@ def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
     try:
         schema = conf.tables().schema
     except ImproperlyConfigured as error:
-        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'. See docs/databases.md.", id="dblock.E002")]
+        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'. Documentation: Databases.", id="dblock.E002")]
     if not schema or (given.get("USING") or DEFAULT_DB_ALIAS) not in connections:
         return []
     connection = connections[default_alias()]
     if connection.vendor == "postgresql":
         return []
-    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME. See docs/databases.md."
+    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME. Documentation: Databases."
     text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
     return [Error(text, hint=hint, id="dblock.E006")]
 
@@ -116,7 +116,7 @@ def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> lis
         Warning(
             f"Database {alias!r} has AUTOCOMMIT off, so that its transactions are not atomic() blocks.",
             hint='A lock with release="auto" is given back before they end: commit before you leave it. '
-            "See docs/transactions.md.",
+            "Documentation: Transactions.",
             id="dblock.W002",
         )
         for alias in connections
@@ -127,7 +127,7 @@ def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> lis
             f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under its "
             "isolation level that may not see what the lock's holder before has written.",
             hint="Set OPTIONS['isolation_level'] = 'read committed', which is Django's default, or take views with "
-            "locks out of it (transaction.non_atomic_requests). See docs/transactions.md.",
+            "locks out of it (transaction.non_atomic_requests). Documentation: Transactions.",
             id="dblock.W007",
         )
         for alias in connections
@@ -148,7 +148,7 @@ def check_writable(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
     if connection is None or not _READ_ONLY[connection.vendor](connection.settings_dict):
         return []
     text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
-    hint = "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. See docs/databases.md."
+    hint = "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. Documentation: Databases."
     return [Error(text, hint=hint, id="dblock.E007")]
 
 
@@ -202,7 +202,10 @@ def check_quarantine(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
         return []
     if ttl <= quarantine or not quarantine:
         return []
-    hint = "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use. See docs/clusters.md."
+    hint = (
+        "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use."
+        " Documentation: Clusters and failover."
+    )
     text = f"DBLOCK['TTL'] ({ttl:g} s) is longer than keys are closed after a failover ({quarantine:g} s)."
     return [Warning(text, hint=hint, id="dblock.W011")]
 
@@ -212,7 +215,10 @@ def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
     """W003: database routers, which might send two processes to two databases."""
     if not settings.DATABASE_ROUTERS or not isinstance(conf.given(), dict) or conf.given().get("USING") is not None:
         return []
-    hint = "Each process asks them once. Name the database of the locks in DBLOCK['USING']. See docs/connections.md."
+    hint = (
+        "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
+        " Documentation: Connections and time."
+    )
     return [Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")]
 
 
@@ -224,7 +230,8 @@ def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
     text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
     hint = (
         "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
-        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. See docs/operating.md."
+        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. "
+        "Documentation: Commands and the admin."
     )
     return [Warning(text, hint=hint, id="dblock.W005")]
 
@@ -244,12 +251,12 @@ def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
         )
         hint = (
             "Set DBLOCK['LISTEN'] = False if that will do, or have DBLOCK['USING'] name an alias that connects "
-            "directly. See docs/connections.md."
+            "directly. Documentation: Connections and time."
         )
         found.append(Warning(text, hint=hint, id="dblock.W006"))
     if connection.vendor == "sqlite" and connection.is_in_memory_db():  # type: ignore[attr-defined]
         text = f"The locks live in memory (database {connection.alias!r}): no other process sees them."
-        hint = "Let them live in a database that all processes share: DBLOCK['USING']. See docs/databases.md."
+        hint = "Let them live in a database that all processes share: DBLOCK['USING']. Documentation: Databases."
         found.append(Warning(text, hint=hint, id="dblock.W008"))
     with contextlib.suppress(TypeError, ValueError):  # E002
         ttl = valid_ttl(conf.settings().TTL)
@@ -261,7 +268,7 @@ def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
             )
             hint = (
                 "It is no limit of the work: as long as that lasts leases are renewed. The default of 30 s suits most. "
-                "See docs/guarantees.md."
+                "Documentation: Guarantees."
             )
             found.append(Warning(text, hint=hint, id="dblock.W009"))
     return found
@@ -311,7 +318,7 @@ def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     found: list[CheckMessage] = []
     hint = (
         "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}. "
-        "See docs/transactions.md."
+        "Documentation: Transactions."
     )
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
@@ -345,7 +352,7 @@ def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
             )
             hint = (
                 "Let allow_migrate() return None or True for the app 'dblock' there, or make the tables by "
-                "`manage.py dblock schema`. See docs/databases.md."
+                "`manage.py dblock schema`. Documentation: Databases."
             )
             found.append(Error(text, hint=hint, id="dblock.E008"))
     if not found and Lock._meta.db_table in there and _would_make_anew(Lock, connection):
@@ -353,7 +360,7 @@ def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
             f"The table `{Lock._meta.db_table}` in database {connection.alias!r} was made by another program than "
             "migrate, which will say that it exists already."
         )
-        hint = f"Run `manage.py migrate dblock{_other(connection)} --fake-initial` first. See docs/databases.md."
+        hint = f"Run `manage.py migrate dblock{_other(connection)} --fake-initial` first. Documentation: Databases."
         found.append(Warning(text, hint=hint, id="dblock.W010"))
     return found
 
@@ -369,7 +376,7 @@ def _check_ours(model: type[Model], connection: BaseDatabaseWrapper) -> list[Che
     if {"lock_key", "owner", "expires_at"} <= columns:
         return []
     text = f"The table `{table}` in database {connection.alias!r} is another application's."
-    hint = "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']. See docs/databases.md."
+    hint = "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']. Documentation: Databases."
     return [Error(text, hint=hint, id="dblock.E005")]
 
 

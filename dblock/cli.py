@@ -145,6 +145,8 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         if file and not (creates or file.startswith((":memory:", "file:")) or Path(file).exists()):
             raise ValueError(f"there is no file {file}")  # it would be made, and left empty
         store = store_for(engine)
+        store._create_table = "`dblock schema` prints the SQL that makes it"
+        store._rename_tables = "name dblock's own with --prefix and --schema"
     except ModuleNotFoundError as error:
         raise SystemExit(
             printable(f"dblock: {error}: the driver of {options.url.partition(':')[0]} is not installed")

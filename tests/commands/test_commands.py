@@ -119,7 +119,7 @@ def test_show_without_a_history(one: Shell, monkeypatch: pytest.MonkeyPatch) -> 
             one.run("ALTER TABLE put_away RENAME TO lock_events")
     assert shown.returncode == 0
     assert "held" in shown.stdout
-    assert ("no table `lock_events`" in shown.stderr) is (one.face == "sqlalchemy")
+    assert ("no table `lock_events`: `dblock schema` prints the SQL" in shown.stderr) is (one.face == "sqlalchemy")
 
 
 def test_show_tells_all_about_a_key(shell: Shell) -> None:

@@ -143,7 +143,7 @@ def test_a_stranger_who_has_locked_the_table(database: str, monkeypatch: pytest.
         found = findings(database)
         assert [each.level for each in bad(found)] == [Level.ERROR]
         [locked] = found["locked"]
-        assert "docs/databases.md" in locked.hint
+        assert "Databases, Changing the tables" in locked.hint
         assert "probe" not in found
         if database == "postgresql":
             [(process,)] = stranger.execute(text("SELECT pg_backend_pid()"))

@@ -74,7 +74,7 @@ def _findings(check: Check, context: Context) -> Iterator[Finding]:
         hint = "Connect to the primary (PostgreSQL: target_session_attrs=read-write)."
         yield Finding(Level.ERROR, "replication", f"this server takes no writes: {error}", hint)
     except StoreBusy as error:
-        hint = "docs/databases.md, Changing the tables, has the SQL that names the session, and ends it."
+        hint = "Documentation: Databases, Changing the tables (the SQL that names the session, and ends it)."
         yield Finding(Level.ERROR, "locked", f"every statement of the lock may wait: {error}", hint)
     except (StoreConflict, StoreUnanswered) as error:
         yield Finding(Level.ERROR, "reachable", f"no lock can be taken or renewed: {error}", _OUTAGE)
@@ -259,14 +259,14 @@ _FIRST: Final = ("reachable", "tables", "rights")
 """Checks that ask for what every lock needs: where they cannot look, no lock can be had."""
 _LAST: Final = (*_FIRST, "locked", "replication")
 """After an ERROR of these no other check can say more."""
-_OUTAGE: Final = "See docs/runbook.md, The database."
+_OUTAGE: Final = "Documentation: Runbook, The database."
 CHECKS: Final = (
     Check(reachable, Level.ERROR, "No lock can be taken or renewed", _OUTAGE),
     Check(
         tables,
         Level.ERROR,
         "A table is missing, of another version of dblock, or another application's",
-        "manage.py migrate, create_tables(engine), or what `dblock schema` prints. See docs/databases.md, The tables.",
+        "manage.py migrate, create_tables(engine), or `dblock schema`. Documentation: Databases, The tables.",
     ),
     Check(
         rights,
@@ -278,7 +278,7 @@ CHECKS: Final = (
         replication,
         Level.ERROR,
         "While none is, no take ends",
-        "Start one, or set synchronous_standby_names = '' until it is back. See docs/clusters.md.",
+        "Start one, or set synchronous_standby_names = '' until it is back. Documentation: Clusters and failover.",
     ),
     Check(
         failover,
@@ -309,7 +309,7 @@ CHECKS: Final = (
         listen,
         Level.WARNING,
         "Waiters on other machines poll, up to once a second",
-        "Connect directly, without a pooler in transaction mode, and with LISTEN on. See docs/waiting.md.",
+        "Connect directly, without a pooler in transaction mode, and with LISTEN on. Documentation: Waiting.",
     ),
     Check(sqlite, Level.WARNING, "Commits are slow, and readers block writers", "PRAGMA journal_mode=WAL, once."),
     Check(sessions, Level.NOTE, "", ""),
@@ -317,7 +317,7 @@ CHECKS: Final = (
         pinned,
         Level.WARNING,
         "The key is closed until that transaction ends",
-        "What it has written is then rolled back. See docs/fences.md, A guard whose holder hangs.",
+        "Its work is rolled back then. Documentation: Fences, A guard whose holder hangs.",
     ),
     Check(
         holders,
