@@ -10,10 +10,12 @@ from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, Table
 from sqlalchemy.exc import DBAPIError
 
 from dblock.core.protocol.sending import pauses
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Failure
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own, rest
 from sqlalchemy_dblock.face import _sync_engine
 from sqlalchemy_dblock.table import metadata_for
@@ -37,7 +39,8 @@ def create_tables(engine: Engine | AsyncEngine) -> Coroutine[Any, Any, None] | N
     """Make the missing tables and indexes of the lock, under the names given by the engine's options.
 
     For the start of a process. Any number of processes may do so at the same moment, also on an empty database. It
-    makes no schema, and changes no existing table. Await it for an AsyncEngine.
+    makes no schema, and changes no existing table. Where all tables exist it needs the rights of the lock only. Await
+    it for an AsyncEngine.
 
     Raises SQLAlchemy's error if the database refuses, for lack of rights for example.
     """
@@ -66,10 +69,24 @@ def _create(engine: Engine) -> None:
 def _make(connection: Connection, engine: Engine) -> None:
     options = engine.get_execution_options()  # the schema is translated by SQLAlchemy, if it is
     made = metadata_for(options.get("dblock_prefix", ""), options.get("dblock_schema"))
-    made.create_all(connection)
     for table in made.sorted_tables:
+        # The lock needs no rights on the table of the history where none is kept.
+        if table.name.endswith("lock_events") and not (options.get("dblock_history") or _may_see(connection, table)):
+            continue
+        table.create(connection, checkfirst=True)
         for index in table.indexes:  # of a table whose process was killed before it made them
             index.create(connection, checkfirst=True)
+
+
+def _may_see(connection: Connection, table: Table) -> bool:
+    """Whether the database says if the table exists: MySQL and MariaDB do not without a right on it."""
+    try:
+        _ = connection.dialect.has_table(connection, table.name, schema=connection.schema_for_object(table))
+    except DBAPIError as error:
+        if error.orig is None or DIALECTS[connection.dialect.name].classify(error.orig) is not Failure.NO_RIGHT:
+            raise
+        return False
+    return True
 
 
 @contextmanager

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import create_engine, make_url
+from sqlalchemy.exc import DBAPIError
 
 from dblock.operating.commands import running
+from sqlalchemy_dblock import create_tables
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import observer, ready, url
 from tests.support.lab import LONG, ROOT, until
@@ -642,6 +644,22 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
     told = [pod.communicate(timeout=55)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0] * 5, told
     assert log.read_text() == "in out " * 5
+
+
+@pytest.mark.parametrize("missing", ["TABLE lock_waiters", "TABLE lock_epoch", "INDEX locks_pin ON locks"])
+def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, missing: str) -> None:
+    """MariaDB shows them one by one, and their indexes after them: the lock is not taken before all are there."""
+    address = _new_database(request, "mariadb")
+    engine = create_engine(address)
+    create_tables(engine)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"DROP {missing}")
+    argv = [sys.executable, "-m", "dblock.cli", "--url", address, "run", "--create-tables", "k", "--", "echo", "ran"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=40)
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="[Ee]xists|Duplicate"):
+        connection.exec_driver_sql(f"CREATE {missing} (lock_key{'' if 'INDEX' in missing else ' int'})")
+    engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"] if LONG else ["sqlite"])

@@ -133,6 +133,39 @@ def test_a_database_that_refuses(tmp_path: Path) -> None:
     engine.dispose()
 
 
+def test_tables_that_are_all_there(empty: tuple[str, str | None], database: str) -> None:
+    """The rights that the lock needs suffice; no right on the history's table does, where no history is kept."""
+    where, schema = empty
+    if database == "sqlite":
+        pytest.skip("has no users")
+    root = tenants(where, schema)
+    create_tables(root)
+    root.dispose()
+    rights = [f"SELECT, INSERT, UPDATE, DELETE ON {schema}.{each}" for each in ("locks", "lock_waiters", "lock_epoch")]
+    if database == "postgresql":
+        user, rights = "least", [*rights, f"USAGE ON SCHEMA {schema}"]
+        apart(database, "CREATE USER least")
+    else:
+        user = "least@'%'"
+        apart(database, f"CREATE USER {user}")
+    try:
+        apart(database, *(f"GRANT {each} TO {user}" for each in rights))
+        mine = make_url(where).set(username="least")
+        mine = mine if database == "postgresql" else mine.set(database=schema)
+        least = tenants(mine.render_as_string(), schema)
+        create_tables(least)
+        with db_lock(least, "k", timeout=5):
+            pass
+        if database != "postgresql":
+            with pytest.raises(DBAPIError, match="lock_events"):
+                create_tables(least.execution_options(dblock_history=10))
+        least.dispose()
+    finally:
+        if database == "postgresql":
+            apart(database, "DROP OWNED BY least")
+        apart(database, f"DROP USER {user}")
+
+
 def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> None:
     """The lock looks where the engine's tables are made, and shares no key with users of another schema."""
     where, schema = empty

@@ -18,7 +18,6 @@ from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
-from dblock.operating import administration
 from dblock.operating.commands.console import pins_of, span
 from dblock.operating.commands.context import Context
 from dblock.operating.statements import vocabulary
@@ -114,7 +113,7 @@ def reachable(context: Context) -> Seen:
 
 def tables(context: Context) -> Seen:
     """They are there, with the columns that this version reads."""
-    _ = context.inspect(DOCTOR), context.do(administration.waiters(context.store, DOCTOR, 1)), context.quarantine()
+    context.read_tables()
     yield True, "locks, lock_waiters and lock_epoch can be read"
 
 

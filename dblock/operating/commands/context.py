@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
 from dblock.core.lock.locks import SyncLock
+from dblock.core.observing.events import DOCTOR
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
@@ -54,10 +55,15 @@ class Context:
         """Drive these steps."""
         return drive(steps)
 
+    def read_tables(self) -> None:
+        """Read all tables that a lock needs, by the indexes that statements name; LockError if one is not there yet."""
+        _ = self.inspect(DOCTOR), self.pinned(DOCTOR), self.do(administration.waiters(self.store, DOCTOR, 1))
+        _ = self.quarantine()
+
     def has_tables(self) -> bool:
-        """Whether both exist."""
+        """Whether all that a lock needs is there."""
         try:
-            _ = self.do(administration.survey(self.store, most=1, free=True))
+            self.read_tables()
         except LockError:
             return False
         return True
