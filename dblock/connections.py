@@ -201,8 +201,8 @@ def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
     if wrapper.vendor == "sqlite":
         options["timeout"] = timing.DEFAULT.sqlite_busy  # for what `init_command` does
         options["detect_types"] = 0  # the lock's answers are numbers and texts
-    if wrapper.Database.__name__ in sessions.NAMING:  # type: ignore[attr-defined]
-        options["program_name"] = sessions.name_of(purpose, options.get("program_name", ""))
+    else:
+        options |= sessions.options(wrapper.Database.__name__.lower(), options, purpose)  # type: ignore[attr-defined]
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     vars(wrapper)["_dblock"] = "own"

@@ -57,8 +57,10 @@ class EnginePool(AutocommitPool):
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
-        if self._dialect.name in {"mysql", "mariadb"} and self._dialect.driver in _sessions().NAMING:
-            event.listen(engine, "do_connect", _name)
+        self._changed: dict[str, tuple[Any, Any]] = {}
+        """The driver's options that were changed for the last opening: the application's value, and the lock's."""
+        if not local:
+            event.listen(engine, "do_connect", self._set_options)
 
     def open(self, connection: PooledConnection) -> None:
         """Open it as the engine's pool does; the first one alone, while SQLAlchemy examines the server.
@@ -131,6 +133,19 @@ class EnginePool(AutocommitPool):
 
             prepared = mariadb.prepared_for(driver)
             connection.prepared = None if prepared is None else prepared.execute
+
+    def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
+        """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""
+        for name, (theirs, ours) in self._changed.items():
+            if options.get(name) == ours:
+                options[name] = theirs
+                if theirs is None:
+                    del options[name]
+        opening = _opening.get()
+        if opening is not None:
+            changed = _sessions().options(dialect.driver, options, opening.purpose)
+            self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
+            options |= changed
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         """Probe it in this thread or task."""
@@ -254,16 +269,6 @@ def _end(driver: Any) -> None:
         driver.pgconn.finish()
     else:
         getattr(driver, "terminate", driver.close)()
-
-
-def _name(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
-    """Name a session of the lock, not the application's, also where SQLAlchemy keeps the options."""
-    own = options.get("program_name") or ""
-    if own.startswith(_sessions().PREFIX):
-        own = options["program_name"] = own.partition(" of ")[2]
-    opening = _opening.get()
-    if opening is not None and (purpose := opening.purpose):
-        options["program_name"] = _sessions().name_of(purpose, own)
 
 
 class InMemory:

@@ -76,6 +76,8 @@ def _mysql(driver: Any) -> None:
         driver.converter = {**decoders, **texts, types.JSON: str}
     else:
         driver.decoders, driver.use_unicode = decoders, True
+    if package == "pymysql":  # they bound the opening; a statement has a deadline of its own
+        driver._read_timeout = driver._write_timeout = None
 
 
 _PACKAGES = {"pymysql": "pymysql", "aiomysql": "pymysql", "asyncmy": "asyncmy", "MySQLdb": "MySQLdb"}

@@ -17,7 +17,10 @@ tenure would not find it there yet, and take it for lost.
 
 Each session has a name on the server, its purpose before the application's own name: `dblock: locks of shop`. On
 PostgreSQL that is the `application_name`. On MySQL and MariaDB it is the connection attribute `program_name`, which a
-face gives its driver (`NAMING`) when it connects.
+face gives its driver (`options`) when it connects.
+
+Every driver gives up a server that accepts a connection and does not answer. Otherwise each try would leave a thread
+and a socket behind.
 
 The kernel sends keepalives on an idle connection, so that devices on the way do not drop it, and ends a connection
 whose other side is silent. Shorter times of the application are kept.
@@ -28,9 +31,10 @@ Rule: it takes a few round trips when the connection is opened, with a deadline 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -47,8 +51,13 @@ KEEPALIVE: Final = {
 """Options of a TCP socket, as far as the system supports them."""
 PREFIX: Final = "dblock: "
 """Prefix of the names of sessions."""
-NAMING: Final = {"pymysql", "aiomysql", "asyncmy"}
+_NAMING: Final = {"pymysql", "aiomysql", "asyncmy"}
 """Drivers of MySQL and MariaDB that take a `program_name`."""
+_BOUNDS: Final = {
+    "asyncpg": ("timeout",),
+    "pymysql": ("connect_timeout", "read_timeout", "write_timeout"),  # the first is not for the handshake
+}
+"""The options of drivers that bound the opening of a connection; all others have a `connect_timeout`, in seconds."""
 _POSTGRESQL = """
 SELECT CASE WHEN pg_backend_pid() = {process}
             THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
@@ -121,6 +130,25 @@ def ask(connection: PooledConnection, until: float) -> None:
         in_time = deadlines.disarm(connection)
     if not in_time:
         raise TimeoutError("the server did not answer")
+
+
+def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:
+    """What an application's driver options have to be for a connection of the lock to a server.
+
+    An opening is bounded by the time for which a late one may be of use; a shorter time of the application is kept.
+    """
+    bound = math.ceil(timing.DEFAULT.surely_answered)
+    found = {
+        name: bound for name in _BOUNDS.get(driver, ("connect_timeout",)) if not 0 < _seconds(given, name) <= bound
+    }
+    return found | ({"program_name": name_of(purpose, given.get("program_name") or "")} if driver in _NAMING else {})
+
+
+def _seconds(given: Mapping[str, Any], name: str) -> float:
+    try:
+        return float(given.get(name) or 0)
+    except ValueError:  # for the driver to refuse
+        return 1
 
 
 def name_of(purpose: str, application: str) -> str:

@@ -8,11 +8,13 @@ import gc
 import itertools
 import math
 import os
+import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from dblock.core.errors import StoreConflict
 from dblock.drivers import psycopg, sessions
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
+from tests.conftest import INNODB, MYSQL_DRIVER, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import DRIVEN, LONG, SOME, hold_of, threads, until
 from tests.support.proxy import Proxy
@@ -277,6 +279,65 @@ def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatc
         engine.dispose()
         proxy.cut()
         assert until(lambda: not any(thread.is_alive() for thread in connecting), 20)
+
+
+SILENT = (
+    *("postgresql", "mariadb"),
+    *(f"postgresql+{driver}" for driver in ("psycopg", "psycopg2", "asyncpg", "psycopg_async")),
+    *(f"mysql+{driver}" for driver in (MYSQL_DRIVER, "aiomysql", "asyncmy")),
+)
+"""Two aliases of Django's, and SQLAlchemy's drivers."""
+
+
+@pytest.mark.parametrize("where", SILENT)
+def test_an_opening_that_is_never_answered_ends(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server accepts the connection and says nothing: the driver closes it, though the try has ended long ago."""
+    timed(monkeypatch, statement_timeout=0.6)
+    port = int(os.environ.get(f"DBLOCK_TEST_{where.upper()}_WIRE", "0"))
+    with socket.create_server(("127.0.0.1", port)) as silent:
+        address = f"{where}://nobody@127.0.0.1:{silent.getsockname()[1]}/locks"
+
+        def ended() -> bool:
+            opened, _ = silent.accept()
+            with opened, contextlib.suppress(ConnectionResetError):
+                opened.settimeout(4)
+                while opened.recv(1000):
+                    pass
+            return True
+
+        async def attempt() -> None:
+            with pytest.raises(LockStoreError, match="no connection"):
+                await db_lock(create_async_engine(address), "k").acquire(blocking=False)
+            assert await asyncio.to_thread(ended)
+
+        if where.endswith(("asyncpg", "async", "aiomysql", "asyncmy")):
+            asyncio.run(attempt())
+            return
+        lock: Any = db_lock(create_engine(address), "k") if "+" in where else django_lock("k", using=f"{where}_wire")
+        with pytest.raises(LockStoreError, match="no connection"):
+            lock.acquire(blocking=False)
+        assert ended()
+
+
+def test_the_applications_own_bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter one is kept, and its own connections have its own, also where SQLAlchemy keeps what it is given."""
+    ready(request, "postgresql")
+    given = list[Any]()
+    where = make_url(url("postgresql", "psycopg2"))
+    for own, ours in ((None, 10), (3, 3), ("4", "4"), (60, 10)):
+        engine = create_engine(where, connect_args={} if own is None else {"connect_timeout": own})
+        monkeypatch.setattr(engine.dialect, "connect", partial(connected, given, engine.dialect.connect))
+        for _ in range(2):
+            with db_lock(engine, "k"), engine.connect():
+                pass
+            engine.dispose()
+        assert given == [ours, own] * 2
+        given.clear()
+
+
+def connected(given: list[Any], connect: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    given.append(options.get("connect_timeout"))
+    return connect(*arguments, **options)
 
 
 @pytest.mark.direct

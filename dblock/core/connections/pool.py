@@ -12,8 +12,8 @@ continue an operation, and renewals, on which all leases depend, go before state
 A caller waits for a new connection only as long as its statement may take, and uses one that is returned meanwhile if
 that comes first: far away, opening takes a dozen round trips. The new connection keeps its slot until it is open, or
 for `statement_timeout` after the caller's time; then it goes to the next caller. Meanwhile no other connection is
-opened for the same purpose and event loop: a server that accepts connections without answering does not get more and
-more of them.
+opened for the same purpose and event loop, and none at all while `HANGING` openings last longer than that: a server
+that accepts connections without answering does not get more and more of them. The faces have the driver end each.
 
 A NAT, a load balancer or a firewall drops an idle connection silently. So a connection that has been idle for
 `trusted_idle` seconds is probed before it is lent, and replaced if no answer comes within a small part of the caller's
@@ -41,6 +41,7 @@ from typing import Any, Final
 from dblock.core import clock, timing
 from dblock.core.connections.connection import CLOSED, IDLE, LATE, LENT, OPENING, PooledConnection
 from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import PoolExhausted, StoreConflict
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
@@ -49,6 +50,8 @@ PROBE_SHARE: Final = 0.1
 """The probe's share of the time of the caller's statement, if that is more than `Timing.question`."""
 KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
+HANGING: Final = 5
+"""While so many openings last too long, no further one begins."""
 RESTING: Final = 1
 """Idle connections that a pool keeps for ever."""
 
@@ -247,7 +250,7 @@ class AutocommitPool:
         if not slots.has_room(waiter):
             return None
         found = self._lend_idle(loop, slots)
-        if found is not None or late:
+        if found is not None or late or self._hangs():
             return found
         connection = PooledConnection(loop=loop, epoch=self._epoch, stage=OPENING)
         self._all.add(connection)
@@ -287,7 +290,7 @@ class AutocommitPool:
             with self._mutex:
                 slots.leave(waiter)
         with self._mutex:
-            if self._free_lost(slots, loop):
+            if self._free_lost(slots, loop) or self._hangs():
                 raise _not_opened()
         raise PoolExhausted(f"all {slots.most:g} connections of the lock are in use")
 
@@ -307,6 +310,13 @@ class AutocommitPool:
             elif each.stage is LATE and each.loop is loop:
                 late = True
         return late
+
+    def _hangs(self) -> bool:
+        """Whether too many openings have lost their slots and go on; callers hold the mutex."""
+        return (
+            sum(each.stage is LATE and each.slots is None and not self.is_over(each.loop) for each in self._all)
+            >= HANGING
+        )
 
     def _open_in_time(self, connection: PooledConnection, until: float) -> PooledConnection:
         connection.caller = caller = Wakeup()
@@ -368,7 +378,11 @@ class AutocommitPool:
         try:
             self.open(connection)
         except BaseException as error:  # noqa: BLE001 - raised for the caller
-            connection.error, connection.raw = error, None
+            connection.raw = None
+            if connection.stage is OPENING:
+                connection.error = error
+            else:  # nobody else does so
+                leave_out_driver(error)
             self._close(connection)
             return
         with self._mutex:

@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import LockError, LockStoreError, StoreConflict
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
@@ -101,7 +102,7 @@ class BaseStore:
                 _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
             rows = without_secrets(step.statement, self._perform(connection, step))
         except self._errors as error:
-            _failures().leave_out_driver(error)
+            leave_out_driver(error)
             failure = self.database.dialect.classify(error)
             if not deadlines.disarm(connection):
                 self._source.drop(connection, others=False)
@@ -140,6 +141,8 @@ class BaseStore:
             raise described from None
         except self._connect_errors as error:
             cause = error.__cause__ or error
+            if isinstance(cause, self._errors):
+                leave_out_driver(error)
             if self.database.dialect.classify(cause) is Failure.LOCKED:
                 raise self.error(cause, step) from cause
             mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)

@@ -6,7 +6,6 @@ Rule: the class of an error says what it means for the protocol, its text what t
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dblock.core.acquire.shares import wrong_kind
@@ -255,28 +254,6 @@ def waits_for_itself(lock: BaseLock, flow: Flow) -> LockDeadlock:
         key=lock.key,
         cycle=((lock.key, who),),
     )
-
-
-def leave_out_driver(error: BaseException | None) -> None:
-    """Take a driver's frames out of its error's traceback, and out of those of its causes.
-
-    Their locals contain the values of the statement, owner tokens among them, and error reports show locals.
-    """
-    seen, behind = set[int](), error
-    while behind and id(behind) not in seen:
-        seen.add(id(behind))
-        ours = trace = behind.__traceback__ if _is_ours(behind.__traceback__) else None
-        while trace and _is_ours(trace.tb_next):
-            trace = trace.tb_next
-        if trace:
-            trace.tb_next = None
-        behind.__traceback__ = ours
-        behind = behind.__cause__ or behind.__context__
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return name.partition(".")[0] in {"dblock", "sqlalchemy_dblock"}
 
 
 def _first_line(error: BaseException) -> str:
