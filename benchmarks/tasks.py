@@ -74,13 +74,11 @@ def own_time(engine: Engine, rounds: int) -> dict[str, float]:
         with db_lock(engine, f"inside:{number}", timeout=0):
             return number
 
-    @app.task(shared=False)
-    @locked_task("locked:{number}", bind=engine)
+    @locked_task("locked:{number}", engine=engine, app=app)
     def outside(number: int) -> int:
         return number
 
-    @app.task(shared=False)
-    @locked_task("queue:{number}", bind=engine, scope="queue")
+    @locked_task("queue:{number}", engine=engine, app=app, scope="queue")
     def queued(number: int) -> int:
         return number
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -80,7 +81,12 @@ def produce() -> None:
     sent = []
     for _ in range(EACH):
         sku = random.choice(SKUS)
-        task, arguments = random.choice([(tasks.restock, (sku, 1)), (tasks.return_item, (sku,)), (tasks.audit, (sku,))])
+        calls: list[tuple[Any, Any]] = [
+            (tasks.restock, (sku, 1)),
+            (tasks.return_item, (sku,)),
+            (tasks.audit, (sku,)),
+        ]
+        task, arguments = random.choice(calls)
         result = task.apply_async(arguments, {"pause": random.uniform(0.05, 0.3)})
         sent.append((task.name.rpartition(".")[2], sku, result.id))
         time.sleep(random.uniform(0.0, 0.2))

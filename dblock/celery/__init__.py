@@ -1,7 +1,8 @@
 """Celery: tasks that lock, and what a Celery app adds to its beat schedule.
 
     locked_task           a task whose runs, or whose messages, take turns
-    current_lock          what the running task holds
+    LockTask              the base class of such a task
+    current_lock          what the running task holds; TaskLock for annotations
     skipped               whether a result is what `on_busy="skip"` put in its place
     task_skipped          Celery signals: somebody else held the key, and the task's run was left out
     place_lost            the lock that a message carried had ended before a worker came to it
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
     from dblock.celery.decorator import locked_task
     from dblock.celery.reaping import reaper
     from dblock.celery.results import place_lost, skipped, task_skipped
-    from dblock.celery.running import current_lock
+    from dblock.celery.task import LockTask, TaskLock, current_lock
 
 __all__ = [
     "BEAT_SCHEDULE",
     "DatabaseScheduler",
+    "LockTask",
     "PersistentScheduler",
     "SingleBeat",
+    "TaskLock",
     "beat_schedule",
     "current_lock",
     "locked_task",
@@ -62,10 +65,12 @@ BEAT_SCHEDULE: Final = beat_schedule()
 
 _MODULES: Final = {
     "DatabaseScheduler": "database_beat",
+    "LockTask": "task",
     "PersistentScheduler": "beat",
     "SingleBeat": "beat",
+    "TaskLock": "task",
     "locked_task": "decorator",
-    "current_lock": "running",
+    "current_lock": "task",
     "place_lost": "results",
     "reaper": "reaping",
     "skipped": "results",

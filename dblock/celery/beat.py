@@ -38,7 +38,7 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery import states
-from dblock.celery.faces import face_for
+from dblock.celery.faces import leader_of, valid_engine
 from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
@@ -71,7 +71,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     The attributes are to be set in a subclass, where the defaults do not do.
     """
 
-    bind: ClassVar[Any] = True
+    engine: ClassVar[Any] = None
     """Without Django: an Engine of SQLAlchemy's, or a function that returns one (`staticmethod`)."""
     using: ClassVar[str | None] = None
     """With Django: the alias of the database, as of `db_lock`."""
@@ -189,8 +189,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     def _new_leader(self) -> SyncLeader:
         options = {} if self.using is None else {"using": self.using}
-        face = face_for(type(self).bind, "app.conf.beat_scheduler names a subclass with `bind = engine`")
-        return face.leader(self._key, ttl=self.lock_ttl, **options)
+        return leader_of(valid_engine(type(self).engine), self._key, ttl=self.lock_ttl, **options)
 
     def _current(self) -> SyncLeader:
         if self._leader is None:

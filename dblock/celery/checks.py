@@ -11,8 +11,8 @@ from celery import current_app, signals
 from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
 
-from dblock.celery.running import spec_of
-from dblock.celery.spec import OnBusy, Scope, Spec
+from dblock.celery.options import Spec
+from dblock.celery.task import LockTask
 from dblock.core.log import warn
 from dblock.core.validation import valid_ttl
 
@@ -33,10 +33,10 @@ def app_of(name: str | None) -> Any:
 
 def problems(app: Any) -> list[Problem]:
     """The problems of each locked task, and those of the app."""
-    specs = {task.name: (task, spec) for task in app.tasks.values() if (spec := spec_of(task)) is not None}
-    found = [problem for task, spec in specs.values() for problem in _of_task(app, task, spec)]
+    tasks = [task for task in app.tasks.values() if isinstance(task, LockTask)]
+    found = [problem for task in tasks for problem in _of_task(app, task, task.spec)]
     visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    limits = [limit for task, _ in specs.values() if (limit := _limit(app, task)) is not None]
+    limits = [limit for task in tasks if (limit := _limit(app, task)) is not None]
     if visible is not None and limits and visible < max(limits):
         text = (
             f"the broker delivers a message again after {visible:g} s (visibility_timeout), and tasks may run for "
@@ -57,13 +57,13 @@ def _of_task(app: Any, task: Any, spec: Spec) -> list[Problem]:
             f"its {name} is less"
         )
         found.append(Problem(text, f"Lower its time_limit, or raise its {name.partition(',')[0]} above that."))
-    if spec.scope is not Scope.RUN and limit is not None and spec.queue_ttl < limit:
+    if spec.scope != "run" and limit is not None and spec.queue_ttl < limit:
         text = (
             f"a message of task {task.name} may have to wait for a run of {limit:g} s (time_limit), and loses its "
             f"place after {spec.queue_ttl:g} s (queue_ttl)"
         )
         found.append(Problem(text, "Let queue_ttl be longer than messages ever wait."))
-    joins = spec.scope is not Scope.RUN and spec.on_busy not in {OnBusy.RAISE, OnBusy.WAIT}
+    joins = spec.scope != "run" and spec.on_busy not in {"raise", "wait"}
     if joins and isinstance(app.backend, DisabledBackend):
         text = (
             f"a second call of task {task.name} returns the result of the first one, which nobody can get without a "

@@ -1,126 +1,70 @@
-"""The two kinds of locks that a task can have: over a database of Django's, or over an engine of SQLAlchemy's.
+"""Where a task and a beat get their locks: from a database of Django's, or from an engine of SQLAlchemy's.
 
-Rule: neither framework is imported before a task asks for its lock.
+Rule: neither framework is imported before a lock is asked for, or an alias is checked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Final, Literal
 
 from dblock.core.lock.leading import SyncLeader
+from dblock.core.lock.locks import SyncLock
 
-if TYPE_CHECKING:
-    from dblock.core.lock.locks import SyncLock
-
-
-class Face(Protocol):
-    """Where locks come from."""
-
-    def lock(self, key: str, **options: Any) -> SyncLock:
-        """One that is not taken yet; `options` are those of `db_lock`."""
-        ...
-
-    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
-        """The same, for one of so many permits."""
-        ...
-
-    def leader(self, name: str, **options: Any) -> SyncLeader:
-        """A candidate; `options` are those of `db_leader`."""
-        ...
+_NO_ASYNC: Final = "a task runs in a thread: engine= takes an Engine, not an AsyncEngine"
 
 
-class DjangoFace:
-    """Locks of Django's `db_lock`; `instead` says what to write without Django."""
-
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
-    def lock(self, key: str, **options: Any) -> SyncLock:
-        """One that is not taken yet."""
-        with self._settings():
-            from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
-
-            return db_lock(key, **options)
-
-    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
-        """A permit that is not taken yet."""
-        with self._settings():
-            from dblock.semaphores import db_semaphore  # noqa: PLC0415 - needs Django
-
-            permit: SyncLock = db_semaphore(key, permits, **options).permit()
-            return permit
-
-    def leader(self, name: str, **options: Any) -> SyncLeader:
-        """A candidate."""
-        with self._settings():
-            from dblock.leaders import db_leader  # noqa: PLC0415 - needs Django
-
-            return db_leader(name, **options)
-
-    @contextlib.contextmanager
-    def _settings(self) -> Iterator[None]:
-        from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
-
-        from dblock import conf  # noqa: PLC0415 - needs Django
-
-        try:
-            _ = conf.settings()
-            yield
-        except ImproperlyConfigured as error:
-            raise ImproperlyConfigured(f"{error} (Without Django: {self._instead}.)") from error
-
-
-class EngineFace:
-    """Locks of SQLAlchemy's `db_lock` over one engine, which a function may make in each process."""
-
-    def __init__(self, engine: Any) -> None:
-        self._given = engine
-
-    def lock(self, key: str, **options: Any) -> SyncLock:
-        """One that is not taken yet."""
-        from sqlalchemy_dblock import db_lock  # noqa: PLC0415 - needs SQLAlchemy
-
-        return self._synchronous(db_lock(self._engine(), key, **options))
-
-    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
-        """A permit that is not taken yet."""
-        from sqlalchemy_dblock import db_semaphore  # noqa: PLC0415 - needs SQLAlchemy
-
-        return self._synchronous(db_semaphore(self._engine(), key, permits, **options).permit())
-
-    def leader(self, name: str, **options: Any) -> SyncLeader:
-        """A candidate."""
-        from sqlalchemy_dblock import db_leader  # noqa: PLC0415 - needs SQLAlchemy
-
-        leader = db_leader(self._engine(), name, **options)
-        if not isinstance(leader, SyncLeader):
-            raise TypeError(_NO_ASYNC)
-        return leader
-
-    def _engine(self) -> Any:
-        return self._given() if callable(self._given) else self._given
-
-    def _synchronous(self, lock: Any) -> SyncLock:
-        from sqlalchemy_dblock import Lock  # noqa: PLC0415 - needs SQLAlchemy
-
-        if not isinstance(lock, Lock):
-            raise TypeError(_NO_ASYNC)
-        return lock
-
-
-_NO_ASYNC = "a task runs in a thread: bind= takes an Engine, not an AsyncEngine"
-
-
-def face_for(bind: Any, instead: str = "locked_task(..., bind=engine)") -> Face:
-    """The face for `locked_task(bind=...)`: Celery's bool, an Engine, or a function that returns one."""
-    if isinstance(bind, bool):
-        return DjangoFace(instead)
-    if hasattr(bind, "sync_engine"):
+def lock_of(engine: Any, key: str, permits: int | None, **options: Any) -> SyncLock:
+    """A lock that is not taken yet, or one of so many permits; `options` are those of `db_lock`."""
+    if permits is None:
+        made = _make("db_lock", engine, key, **options)
+    else:
+        made = _make("db_semaphore", engine, key, permits, **options).permit()
+    if not isinstance(made, SyncLock):
         raise TypeError(_NO_ASYNC)
-    engine = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
-    if not (isinstance(bind, engine) or (callable(bind) and not hasattr(bind, "engine"))):
-        raise TypeError(f"bind= is Celery's True or False, an Engine, or a function that returns one, not {bind!r}")
-    return EngineFace(bind)
+    return made
+
+
+def leader_of(engine: Any, name: str, **options: Any) -> SyncLeader:
+    """A candidate; `options` are those of `db_leader`."""
+    made = _make("db_leader", engine, name, **options)
+    if not isinstance(made, SyncLeader):
+        raise TypeError(_NO_ASYNC)
+    return made
+
+
+def _make(kind: Literal["db_lock", "db_semaphore", "db_leader"], engine: Any, *arguments: Any, **options: Any) -> Any:
+    if engine is not None:
+        import sqlalchemy_dblock  # noqa: PLC0415 - needs SQLAlchemy
+
+        return getattr(sqlalchemy_dblock, kind)(engine() if callable(engine) else engine, *arguments, **options)
+    from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
+
+    import dblock  # noqa: PLC0415 - a package imports none above it
+    from dblock import conf  # noqa: PLC0415 - needs Django
+
+    try:
+        _ = conf.settings()
+    except ImproperlyConfigured as error:
+        raise ImproperlyConfigured(f"{error} (Without Django: engine=, a SQLAlchemy Engine.)") from error
+    return getattr(dblock, kind)(*arguments, **options)
+
+
+def valid_engine(engine: Any) -> Any:
+    """An Engine, a function that returns one, or None; TypeError otherwise."""
+    if hasattr(engine, "sync_engine"):
+        raise TypeError(_NO_ASYNC)
+    class_ = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
+    if not (engine is None or isinstance(engine, class_) or (callable(engine) and not hasattr(engine, "engine"))):
+        raise TypeError(f"engine is an Engine of SQLAlchemy's, or a function that returns one, not {engine!r}")
+    return engine
+
+
+def valid_alias(using: str) -> str:
+    """An alias of DATABASES; Django's ConnectionDoesNotExist otherwise."""
+    from django.db import connections  # noqa: PLC0415 - needs Django
+    from django.utils.connection import ConnectionDoesNotExist  # noqa: PLC0415 - needs Django
+
+    if using not in connections:
+        raise ConnectionDoesNotExist(f"DATABASES has no alias {using!r}, only {', '.join(sorted(connections))}")
+    return using

@@ -12,11 +12,11 @@ from celery import shared_task
 from dblock.core.values import Seconds
 
 
-def reaper(bind: Any, *, retention: Seconds = 3600.0) -> Any:
+def reaper(engine: Any, *, retention: Seconds = 3600.0) -> Any:
     """Make the task `dblock.reap_expired` for the database of an Engine, for `beat_schedule()` to call.
 
     Args:
-        bind: an Engine of SQLAlchemy's, or a function that returns one.
+        engine: an Engine of SQLAlchemy's, or a function that returns one.
         retention: delete the rows that nobody has held for so many seconds.
     """
 
@@ -25,7 +25,7 @@ def reaper(bind: Any, *, retention: Seconds = 3600.0) -> Any:
         """Delete the rows that nobody has held for `retention` seconds; how many there were, by database and table."""
         from sqlalchemy_dblock.face import reaped  # noqa: PLC0415 - needs SQLAlchemy
 
-        engine = bind() if callable(bind) else bind
-        return {str(engine.url.database): reaped(engine, retention)._asdict()}
+        found = engine() if callable(engine) else engine
+        return {str(found.url.database): reaped(found, retention)._asdict()}
 
     return reap_expired

@@ -22,7 +22,7 @@ SingleBeat.lock_ttl = float(os.environ.get("BEATS_TTL", "3"))
 class Beat(PersistentScheduler):
     """Without Django."""
 
-    bind = create_engine(os.environ.get("BEATS_DATABASE", "sqlite://"))
+    engine = create_engine(os.environ.get("BEATS_DATABASE", "sqlite://"))
 
 
 if "DJANGO_SETTINGS_MODULE" in os.environ:

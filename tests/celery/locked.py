@@ -87,6 +87,7 @@ def body(self: Any, resource: str, seconds: float = 0.02) -> str:
     return f"done {resource}"
 
 
+locked = functools.partial(locked_task, app=app, bind=True, engine=engine)
 POLICIES = ("retry", "wait", "skip", "raise")
 SCOPES = ("run", "queue", "both")
 TASKS: dict[tuple[str, str], Any] = {}
@@ -98,20 +99,16 @@ for _policy in (*POLICIES, "join"):
         if _policy == "wait":
             _options["timeout"] = 60
         _name = f"locked.{_policy}_{_scope}"
-        TASKS[_policy, _scope] = app.task(bind=True, name=_name)(
-            locked_task(f"{_policy} {_scope} {{resource}}", bind=engine, **_options)(body)
-        )
+        TASKS[_policy, _scope] = locked(f"{_policy} {_scope} {{resource}}", name=_name, **_options)(body)
 
 
-@locked_task("plain {number}", bind=engine, ttl=3)
+@locked_task("plain {number}", engine=engine, app=app, ttl=3)
 def plain(number: int, by: int = 1) -> int:
     """Count."""
     return number + by
 
 
-@app.task(bind=True, max_retries=2)
-@app.task(bind=True, name="locked.limited")
-@locked_task("limited {resource}", bind=engine, permits=2, ttl=3)
+@locked("limited {resource}", permits=2, ttl=3, name="locked.limited")
 def limited(self: Any, resource: str, seconds: float = 0.05) -> str:
     """At most two of these run at a time."""
     with record(resource, self.request.id):
@@ -119,8 +116,7 @@ def limited(self: Any, resource: str, seconds: float = 0.05) -> str:
     return str(current_lock().slot)
 
 
-@app.task(bind=True, max_retries=2)
-@locked_task("own {resource}", bind=engine, on_busy="skip", ttl=3)
+@locked("own {resource}", on_busy="skip", ttl=3, max_retries=2)
 def own_retry(self: Any, resource: str) -> Any:
     """Retries at once, twice, and ends slowly."""
     with record(resource, self.request.id):
@@ -132,8 +128,7 @@ def own_retry(self: Any, resource: str) -> Any:
     return self.request.retries
 
 
-@app.task(bind=True, max_retries=2)
-@locked_task("carried {resource}", bind=engine, scope="queue", ttl=3)
+@locked("carried {resource}", scope="queue", ttl=3, max_retries=2)
 def carried_retry(self: Any, resource: str) -> Any:
     """Likewise, and its lock goes along with the message."""
     fence = current_lock().fence
@@ -142,8 +137,7 @@ def carried_retry(self: Any, resource: str) -> Any:
     return str(fence)
 
 
-@app.task(bind=True, max_retries=2)
-@locked_task("released {resource}", bind=engine, scope="queue", on_retry="release", ttl=3)
+@locked("released {resource}", scope="queue", on_retry="release", ttl=3, max_retries=2)
 def released_retry(self: Any, resource: str) -> Any:
     """Likewise, but its lock does not."""
     fence = current_lock().fence
@@ -152,8 +146,7 @@ def released_retry(self: Any, resource: str) -> Any:
     return str(fence)
 
 
-@app.task(bind=True, acks_late=True, reject_on_worker_lost=True)
-@locked_task("late {resource}", bind=engine, ttl=3)
+@locked("late {resource}", ttl=3, acks_late=True, reject_on_worker_lost=True)
 def late(self: Any, resource: str, seconds: float = 0.5) -> str:
     """Is delivered again where its worker dies."""
     with record(resource, self.request.id):
@@ -161,8 +154,7 @@ def late(self: Any, resource: str, seconds: float = 0.5) -> str:
     return "done"
 
 
-@app.task(bind=True, soft_time_limit=1)
-@locked_task("soft {resource}", bind=engine, ttl=3)
+@locked("soft {resource}", ttl=3, soft_time_limit=1)
 def soft(self: Any, resource: str) -> str:
     """Takes too long."""
     with record(resource, self.request.id):
@@ -170,8 +162,7 @@ def soft(self: Any, resource: str) -> str:
     return "done"
 
 
-@app.task(bind=True, time_limit=1)
-@locked_task("hard {resource}", bind=engine, scope="queue", ttl=3)
+@locked("hard {resource}", scope="queue", ttl=3, time_limit=1)
 def hard(self: Any, resource: str) -> str:
     """Takes too long, and hears of nothing."""
     with record(resource, self.request.id):
@@ -179,8 +170,7 @@ def hard(self: Any, resource: str) -> str:
     return "done"
 
 
-@app.task(bind=True)
-@locked_task("lost {resource}", bind=engine, ttl=3, interrupt=True)
+@locked("lost {resource}", ttl=3, interrupt=True)
 def interrupted(self: Any, resource: str) -> str:
     """Is told that its lock is lost, in mid-sleep, while the callback of another lock hangs."""
     hangs = threading.Event()
@@ -197,8 +187,7 @@ def interrupted(self: Any, resource: str) -> str:
     return "done"
 
 
-@app.task(bind=True)
-@locked_task("lost {resource}", bind=engine, ttl=3)
+@locked("lost {resource}", ttl=3)
 def uninterrupted(self: Any, resource: str) -> str:
     """Ends before it is told, if it does not ask."""
     with record(resource, self.request.id) as lock:

@@ -43,7 +43,7 @@ class Beat:
         app = celery.Celery("beats", broker="memory://", set_as_current=False)
         app.conf.beat_schedule = entries or {"e": {"task": "t", "schedule": schedule(HOUR)}}
         self._engine = create_engine(url(database)) if face == "sqlalchemy" else None
-        where = {"bind": self._engine} if self._engine else {"using": ALIASES[database]}
+        where = {"engine": self._engine} if self._engine else {"using": ALIASES[database]}
         self.sent = list[str]()
         self.on_send: Callable[[str], object] = str
         kind = type("Beat", (PersistentScheduler,), {"lock_ttl": 5.0, **where, **attributes})
@@ -375,7 +375,7 @@ def test_a_database_that_is_away_ends_no_beat(
     timed(monkeypatch, single_try=0.25)  # a file is opened at once
     path = tmp_path / "there" / "beat.sqlite3"
     engine = create_engine(f"sqlite:///{path}")
-    beat = Beat("django", "sqlite", bind=engine, using=None)
+    beat = Beat("django", "sqlite", engine=engine, using=None)
     with caplog.at_level(logging.INFO):
         assert beat.tick(3) == [PAUSE] * 3
         path.parent.mkdir()
@@ -389,14 +389,14 @@ def test_a_database_that_is_away_ends_no_beat(
 
 def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not when Celery only asks for its banner."""
-    kind = type("Beat", (PersistentScheduler,), {"bind": 7})
+    kind = type("Beat", (PersistentScheduler,), {"engine": 7})
     app = celery.Celery("beats", broker="memory://", set_as_current=False)
     assert "celery-beat:beats (10 s)" in kind(app, lazy=True).info
-    with pytest.raises(TypeError, match="bind="):
+    with pytest.raises(TypeError, match="engine is an Engine"):
         kind(app)
     no_settings = "import celery, dblock.celery as d; d.PersistentScheduler(celery.Celery('b', broker='memory://'))"
     environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     done = subprocess.run(
         [sys.executable, "-c", no_settings], env=environment, capture_output=True, text=True, check=False
     )
-    assert "(Without Django: app.conf.beat_scheduler names a subclass with `bind = engine`.)" in done.stderr
+    assert "(Without Django: engine=, a SQLAlchemy Engine.)" in done.stderr

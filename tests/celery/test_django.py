@@ -47,8 +47,7 @@ def fetch(app: celery.Celery) -> Request | None:
 def test_a_message_is_sent_with_its_lock_after_the_commit(app: celery.Celery, database: str, *, commits: bool) -> None:
     """And not at all after a rollback: neither the message nor the lock."""
 
-    @app.task(bind=True, name="work", shared=False)
-    @locked_task("k{number}", scope="queue", using=ALIASES[database])
+    @locked_task("k{number}", scope="queue", using=ALIASES[database], bind=True, app=app)
     def work(self: Any, number: int) -> Any:
         return current_lock().fence
 
@@ -72,8 +71,7 @@ def test_a_run_inside_its_own_transaction_keeps_the_lock_until_its_end(app: cele
     """As `db_lock` does; and a guard pins it."""
     alias = ALIASES[database]
 
-    @app.task(bind=True, name="work", shared=False)
-    @locked_task("k", using=alias)
+    @locked_task("k", using=alias, bind=True, app=app)
     def work(self: Any) -> Any:
         with transaction.atomic(alias):
             current_lock().guard(alias)

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ def token(key: str = "k") -> str:
     return token_text(Token(Tenure(key, f"token-{'0123456789abcdef' * 2}", 7), 3600.0, 0.0, 0.0))
 
 
-GOOD = Header("i", token(), 3, 5.0, "2026-01-01T00:00:00+00:00")
+GOOD = Header("i", token(), 3, 5.0)
 UNCOUNTED = Header("i", GOOD.token)
 NOTHING = Header("i")
 
@@ -56,12 +55,12 @@ FIELDS: dict[str, tuple[dict[str, Any], Header]] = {
     "another task": ({"task": "j"}, NOTHING),
     "no task": ({"task": None}, NOTHING),
     "a task that is no text": ({"task": ["i"]}, NOTHING),
-    "no token": ({"token": None}, Header("i", "", 3, 5.0, GOOD.eta)),
-    "garbage": ({"token": "garbage"}, Header("i", "", 3, 5.0, GOOD.eta)),
-    "a token that is no text": ({"token": [GOOD.token]}, Header("i", "", 3, 5.0, GOOD.eta)),
-    "half a token": ({"token": GOOD.token[:-9]}, Header("i", "", 3, 5.0, GOOD.eta)),
-    "a sequencer": ({"token": GOOD.token.replace("token", "seq")}, Header("i", "", 3, 5.0, GOOD.eta)),
-    "a token of too long a key": ({"token": token("k" * 256)}, Header("i", "", 3, 5.0, GOOD.eta)),
+    "no token": ({"token": None}, Header("i", "", 3, 5.0)),
+    "garbage": ({"token": "garbage"}, Header("i", "", 3, 5.0)),
+    "a token that is no text": ({"token": [GOOD.token]}, Header("i", "", 3, 5.0)),
+    "half a token": ({"token": GOOD.token[:-9]}, Header("i", "", 3, 5.0)),
+    "a sequencer": ({"token": GOOD.token.replace("token", "seq")}, Header("i", "", 3, 5.0)),
+    "a token of too long a key": ({"token": token("k" * 256)}, Header("i", "", 3, 5.0)),
     "no tries": ({"tries": None}, UNCOUNTED),
     "negative tries": ({"tries": -1}, UNCOUNTED),
     "no number of tries": ({"tries": "3"}, UNCOUNTED),
@@ -79,9 +78,6 @@ FIELDS: dict[str, tuple[dict[str, Any], Header]] = {
     "NaN since": ({"since": math.nan}, UNCOUNTED),
     "huge since": ({"since": 10**400}, UNCOUNTED),
     "since after all times": ({"since": 1e300}, UNCOUNTED),
-    "an eta that is a number": ({"eta": 5}, Header("i", GOOD.token, 3, 5.0)),
-    "an eta that is no time": ({"eta": "tomorrow"}, Header("i", GOOD.token, 3, 5.0)),
-    "an eta that is nested": ({"eta": {"a": []}}, Header("i", GOOD.token, 3, 5.0)),
     "more fields": ({"x": math.nan}, GOOD),
 }
 
@@ -104,9 +100,9 @@ def test_what_was_written_is_read() -> None:
     assert Header.of(GOOD.into({"x": 1}), "another") == Header("another")
     assert GOOD.into({"x": 1})["x"] == 1
     assert Header("i").into({"x": 1, NAME: "old"}) == {"x": 1}
-    again = NOTHING.busy_again(time.time(), datetime.now(UTC))
+    again = NOTHING.busy_again()
     assert Header.of(again.into(None), "i") == again
-    longest = Header("i" * 255, token("\U0001f512" * KEY_LENGTH), 3, 5.0, GOOD.eta)
+    longest = Header("i" * 255, token("\U0001f512" * KEY_LENGTH), 3, 5.0)
     assert Header.of(longest.into(None), longest.task) == longest
 
 
@@ -151,6 +147,5 @@ def test_all_that_is_read_is_valid(headers: Any) -> None:
     assert 0 <= found.tries < 2**31
     assert 0.0 <= found.since <= time.time()
     assert (found.tries == 0) == (found.since == 0.0)
-    assert found.eta is None or isinstance(datetime.fromisoformat(found.eta), datetime)
     assert Header.of(found.into(None), "i") == found
-    assert found.busy_again(6.0, None).tries == found.tries + 1
+    assert found.busy_again().tries == found.tries + 1

@@ -293,5 +293,5 @@ def _forge(task: Any, resource: str, said: dict[str, Any] | str) -> Any:
     """Send a message with that header, as anybody who writes to the broker can."""
     task_id = f"forged {resource}"
     text = said if isinstance(said, str) else json.dumps({"task": task_id, **said})
-    send = celery.Celery.send_task.__wrapped__
+    send = celery.Celery.send_task
     return send(locked.app, task.name, (resource,), task_id=task_id, headers={NAME: text})

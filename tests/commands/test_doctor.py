@@ -392,8 +392,7 @@ from sqlalchemy import create_engine
 from dblock.celery import locked_task
 from {name} import app
 
-@app.task(name="{name}.work")
-@locked_task("k", bind=create_engine("sqlite://"), ttl=5, renew={renew})
+@locked_task("k", engine=create_engine("sqlite://"), app=app, name="{name}.work", ttl=5, renew={renew})
 def work(): ...
 """
 
@@ -421,8 +420,7 @@ def test_the_app_that_a_project_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CELERY_SKIP_CHECKS", "yes")  # from Django 6.1 on they ask every database there is
     app = Celery("loaded", broker="memory://", set_as_current=False)
 
-    @app.task(name="loaded.work", time_limit=10)
-    @locked_task("k", max_hold=5)
+    @locked_task("k", app=app, name="loaded.work", time_limit=10, max_hold=5)
     def work() -> None: ...
 
     monkeypatch.setattr("dblock.celery.checks.current_app", SimpleNamespace(_get_current_object=lambda: app))

@@ -35,7 +35,9 @@ from sqlalchemy import Engine, create_engine, insert, select
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, LockTimeout, Sequencer, cli
+from dblock.celery import locked_task
 from dblock.celery.header import Header
+from dblock.celery.options import LockOptions
 from dblock.conf import Settings
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core.errors import Reason
@@ -89,7 +91,7 @@ def tokens() -> dict[str, Token]:
 def texts() -> dict[str, Any]:
     """The texts that another process, of another version perhaps, reads."""
     message = Message("stock:42", 7, FENCE, 2500, proof(7, FENCE, 2500, OWNER))
-    header = Header("an-id", token_text(tokens()["lock"]), 2, 1_700_000_000.0, "2026-01-02T03:04:05+00:00")
+    header = Header("an-id", token_text(tokens()["lock"]), 2, 1_700_000_000.0)
     return {
         "token": {name: token_text(token) for name, token in tokens().items()},
         "sequencer": {
@@ -113,7 +115,7 @@ def names() -> dict[str, Any]:
     told = Settings()
     return {
         "public": {module: sorted(import_module(module).__all__) for module in MODULES},
-        "options": {"": sorted({*Given.__annotations__, *Options._fields}), "locked_task": _parameters("locked_task")},
+        "options": {"": sorted({*Given.__annotations__, *Options._fields}), "locked_task": _options_of_tasks()},
         "settings": {field.name: repr(getattr(told, field.name)) for field in fields(told)},
         "reasons": {each.name: each.value for each in Reason},
         "events": {each.name: each.value for each in Kind},
@@ -138,8 +140,9 @@ def _sources() -> list[str]:
     return [path.read_text() for package in ("dblock", "sqlalchemy_dblock") for path in (ROOT / package).rglob("*.py")]
 
 
-def _parameters(name: str) -> list[str]:
-    return sorted(inspect.signature(getattr(import_module("dblock.celery"), name)).parameters)
+def _options_of_tasks() -> list[str]:
+    named = inspect.signature(locked_task).parameters.values()
+    return sorted({*LockOptions.__annotations__, *(each.name for each in named if each.kind is each.KEYWORD_ONLY)})
 
 
 def _prometheus() -> dict[str, list[str]]:

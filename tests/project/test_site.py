@@ -489,8 +489,8 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 def test_the_options_of_locked_task_are_in_one_table() -> None:
     """Each of them, and each of the lock's."""
-    from dblock.celery.decorator import _OURS
+    from dblock.celery.options import LockOptions
 
     table = (ROOT / "docs/api/celery.md").read_text().partition("## All options")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", re.sub(r"^(\|[^|]*\|).*$", r"\1", table, flags=re.MULTILINE)))
-    assert {*_OURS, "key", "interrupt"} - {"otherwise"} <= named
+    assert {*LockOptions.__annotations__, "bind", "app"} <= named

@@ -1,0 +1,289 @@
+"""The options of `locked_task`, and the `Spec` that is made of them: the key of a call, and the lock that it asks for.
+
+Rule: all of them are checked when the task is decorated; only a call's arguments can make a key that cannot be built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
+
+from kombu.exceptions import EncodeError
+from kombu.serialization import dumps as serialize
+from kombu.serialization import loads as deserialize
+from kombu.utils.json import dumps
+
+from dblock.celery.faces import lock_of, valid_alias, valid_engine
+from dblock.core.errors import InvalidKey
+from dblock.core.lock.key_template import Template
+from dblock.core.options import Callback, unknown_options, valid_options
+from dblock.core.options import Options as CoreOptions
+from dblock.core.share_keys import valid_permits
+from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
+from dblock.core.values import Seconds
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from dblock.core.lock.locks import SyncLock
+
+OnBusy = Literal["retry", "wait", "skip", "raise", "join"]
+Scope = Literal["run", "queue", "both"]
+OnRetry = Literal["keep", "release"]
+MakeKey = Callable[..., str]
+"""`(task, *args, **kwargs)`, the arguments of the call."""
+
+
+class LockOptions(TypedDict, total=False):
+    """What `locked_task` is told of the lock.
+
+    key: a function `(task, *args, **kwargs) -> str`, in place of a format string.
+    on_busy: what becomes of a task whose key somebody else holds:
+        "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s; this does not count
+        for `max_retries`, nor occupy a worker. "wait": its worker waits in the queue, up to `timeout`, then
+        LockTimeout. "skip": it ends with a result that `dblock.celery.skipped` knows. "raise": LockTimeout.
+        "join", for the scopes that lock at sending, where it is the default: a second call returns the AsyncResult of
+        the first.
+    scope: "run": locked while it runs. "queue": from its sending until it has ended. "both": one lock while it is
+        queued, another one while it runs: at most one of each.
+    engine: a SQLAlchemy Engine, or a function that returns one, whose database has the lock; by default Django's.
+    timeout: seconds for which to wait for the key, in a worker (and "queue", "wait": where it is sent); 0 but for
+        "wait", which has the default of `db_lock`.
+    busy_timeout: seconds after the first busy try at which "retry" gives up with LockTimeout; None for never.
+    busy_retries: how often "retry" goes back at most; None for ever.
+    queue_ttl: seconds for which the lock of a message lasts from the moment at which the task is due (3600): nobody
+        renews it until a worker runs the task. Too short, and a second message may be sent before the first one ran
+        (which then takes the key anew, or acts as `on_busy` says); too long, and the key stays taken for so long when
+        a broker loses the message.
+    on_retry: what becomes of the lock of a message when the task calls its own `retry()`: "keep" (the default): it goes
+        along with it; "release".
+    interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft time
+        limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
+    permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
+
+    The others are those of `db_lock`.
+    """
+
+    key: str | MakeKey
+    on_busy: OnBusy
+    scope: Scope
+    engine: Engine | Callable[[], Engine] | None
+    timeout: Seconds | None
+    busy_timeout: Seconds | None
+    busy_retries: int | None
+    queue_ttl: Seconds
+    on_retry: OnRetry
+    interrupt: bool
+    permits: int | None
+    ttl: Seconds | None
+    renew: bool
+    label: str
+    on_lost: Callback | None
+    on_at_risk: Callable[[Any], object] | None
+    on_revoke: Callable[[Any, str], object] | None
+    release: Literal["auto", "now"]
+    grace: Seconds
+    min_hold: Seconds
+    max_hold: Seconds | None
+    fair: bool
+    reentrant: bool
+    slow_wait: Seconds | None
+    using: str | None
+
+
+class CeleryOptions(TypedDict, total=False):
+    """Celery's options of a task; each is what Celery's documentation of `Task` says."""
+
+    name: str
+    base: type[Any]
+    acks_late: bool
+    acks_on_failure: bool | None
+    acks_on_failure_or_timeout: bool
+    acks_on_timeout: bool | None
+    autoretry_for: tuple[type[BaseException], ...]
+    backend: Any
+    compression: str | None
+    default_retry_delay: float
+    delivery_mode: Any
+    dont_autoretry_for: tuple[type[BaseException], ...]
+    exchange: str
+    expires: Any
+    ignore_result: bool
+    immediate: bool
+    mandatory: bool
+    max_retries: int | None
+    priority: int
+    pydantic: bool
+    pydantic_context: dict[str, Any] | None
+    pydantic_dump_kwargs: dict[str, Any] | None
+    pydantic_strict: bool
+    queue: str
+    rate_limit: str | int | float | None
+    reject_on_worker_lost: bool
+    resultrepr_maxsize: int
+    retry_backoff: bool | int
+    retry_backoff_max: int
+    retry_jitter: bool
+    retry_kwargs: dict[str, Any]
+    routing_key: str
+    send_events: bool
+    serializer: str
+    soft_time_limit: float | None
+    store_errors_even_if_ignored: bool
+    throws: type[BaseException] | tuple[type[BaseException], ...]
+    time_limit: float | None
+    track_started: bool
+    trail: bool
+    typing: bool
+    Request: Any
+    Strategy: str
+
+
+class TaskOptions(LockOptions, CeleryOptions, total=False):
+    """The keyword options of `locked_task`."""
+
+
+_LOCKS: Final = {"ttl", "using", *CoreOptions._fields} - {"on_busy", "otherwise", "interrupt", "label"}
+_NEEDS: Final = {
+    "busy_timeout": ("on_busy", ("retry", "join")),
+    "busy_retries": ("on_busy", ("retry", "join")),
+    "queue_ttl": ("scope", ("queue", "both")),
+    "on_retry": ("scope", ("queue", "both")),
+    "permits": ("scope", ("run",)),
+}
+"""Options that do nothing unless another one has one of these values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What one locked task was told."""
+
+    function: Callable[..., Any]
+    key_of: str | MakeKey | None
+    bind: bool
+    """Whether the function takes the task as the first argument."""
+    engine: Any
+    options: dict[str, Any]
+    """Those of `db_lock`, but `timeout` and `label`."""
+    timeout: float | EllipsisType | None
+    """That of `db_lock`; `...` if none was given."""
+    permits: int | None
+    """How many runs may hold the key at a time; None for a plain lock."""
+    label: str
+    on_busy: OnBusy
+    scope: Scope
+    on_retry: OnRetry
+    busy_timeout: float | None
+    busy_retries: int | None
+    queue_ttl: float
+    interrupt: bool
+
+    def key(self, task: Any, args: Any, kwargs: Any) -> str:
+        """The key of a call of that task with these arguments, `self` excepted; InvalidKey, TypeError if it has none.
+
+        The arguments count as a worker sees them: JSON makes lists of tuples, and values of enums.
+        """
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        try:
+            kind, encoding, data = serialize((args, kwargs), task.serializer or task.app.conf.task_serializer)
+        except EncodeError:
+            pass  # a call that is no message
+        else:
+            args, kwargs = deserialize(data, kind, encoding, accept=[kind])
+        if isinstance(self.key_of, str):
+            return Template(self.key_of, self.function, bound=self.bind).key(tuple(args), kwargs)
+        if self.key_of is not None:
+            try:
+                return valid_key(self.key_of(task, *args, **kwargs))
+            except TypeError as error:
+                why = f"the key of task {task.name} is made by a function of (task, *args, **kwargs): {error}"
+                raise InvalidKey(why) from error
+        arguments = Template("", self.function, bound=self.bind).arguments(tuple(args), kwargs)
+        try:
+            text = dumps(arguments, sort_keys=True)
+        except TypeError as error:
+            raise InvalidKey(f"task {task.name} needs a key: its arguments cannot be compared ({error})") from error
+        return valid_key(f"{task.name}:{hashlib.blake2s(text.encode(), digest_size=16).hexdigest()}")
+
+    def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
+        """The lock of one run; `timeout` as that of `db_lock`."""
+        waits = {} if timeout is ... else {"timeout": timeout}
+        return lock_of(self.engine, key, self.permits, label=self.label_of(task), **waits, **self.options)
+
+    def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
+        """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
+        kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
+        kept |= {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
+        waits = {} if timeout is ... else {"timeout": timeout}
+        return lock_of(self.engine, key, None, label=self.label_of(task), release="now", **waits, **kept)
+
+    def label_of(self, task: Any) -> str:
+        """The task's name is stored with the lock, beside its id."""
+        return (f"{task.name}: {self.label}" if self.label else str(task.name))[:TEXT_LENGTH]
+
+    def queue_key(self, key: str) -> str:
+        """The key of a queued message; where the running one has a lock of its own, it is another one."""
+        return valid_key(f"{key} (queued)") if self.scope == "both" else key
+
+
+def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any]) -> Spec:
+    """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
+    scope = _one_of(Scope, given.get("scope", "run"), "scope")
+    on_busy = _one_of(OnBusy, given.get("on_busy") or ("retry" if scope == "run" else "join"), "on_busy")
+    for name, (other, values) in _NEEDS.items():
+        if given.get(name) is not None and {"scope": scope, "on_busy": on_busy}[other] not in values:
+            raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
+    if on_busy == "join" and scope == "run":
+        raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
+    permits, retries, engine = given.get("permits"), given.get("busy_retries"), valid_engine(given.get("engine"))
+    if permits is not None and "reentrant" in given:
+        raise ValueError("reentrant is not for permits: each run has one of its own")
+    if retries is not None and (type(retries) is not int or retries < 0):
+        raise ValueError(f"busy_retries is a number of times or None, not {retries!r}")
+    options = {name: given[name] for name in _LOCKS & given.keys()}
+    if options.get("using") is not None:
+        if engine is not None:
+            raise ValueError("using is an alias of Django's, and does nothing with engine=")
+        _ = valid_alias(options["using"])
+    told = {name: given[name] for name in CoreOptions._fields if name in options}
+    core = valid_options(label=given.get("label", ""), interrupt=given.get("interrupt", False), **told)
+    if options.get("ttl") is not None:
+        _ = valid_ttl(options["ttl"])
+    key, timeout, patience = given.get("key"), given.get("timeout", ...), given.get("busy_timeout")
+    if isinstance(key, str):
+        _ = Template(key, function, bound=bind)
+    elif not (key is None or callable(key)):
+        raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {key!r}")
+    return Spec(
+        function=function,
+        key_of=key,
+        bind=bind,
+        engine=engine,
+        options=options,
+        timeout=timeout if timeout is ... else valid_timeout(timeout),
+        permits=None if permits is None else valid_permits(permits),
+        label=core.label,
+        on_busy=on_busy,
+        scope=scope,
+        on_retry=_one_of(OnRetry, given.get("on_retry", "keep"), "on_retry"),
+        busy_timeout=None if patience is None else valid_timeout(patience, "busy_timeout"),
+        busy_retries=retries,
+        queue_ttl=valid_ttl(given.get("queue_ttl", 3600.0), "queue_ttl", "how long the lock of a message lasts,"),
+        interrupt=core.interrupt,
+    )
+
+
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for options that `locked_task` has not: Celery would make attributes of them."""
+    known = [*TaskOptions.__annotations__, "bind", "app"]
+    if unknown := given.keys() - set(known):
+        raise unknown_options(sorted(unknown), known, "locked_task")
+
+
+def _one_of(values: Any, value: Any, name: str) -> Any:
+    if value not in get_args(values):
+        raise ValueError(f"{name} is one of {', '.join(map(repr, get_args(values)))}, not {value!r}")
+    return value
