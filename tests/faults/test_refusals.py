@@ -76,8 +76,19 @@ MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
 
 @pytest.mark.parametrize(("dialect", "failure", "errors"), MEANINGS, ids=str)
 def test_what_an_error_means(dialect: str, failure: Failure, errors: tuple[Exception, ...]) -> None:
-    """Writes are refused for a moment, a row is locked, a statement was cancelled, a session is lost."""
-    assert [DIALECTS[dialect].classify(error) for error in errors] == [failure] * len(errors)
+    """Writes are refused for a moment, a row is locked, a statement was cancelled, a session is lost.
+
+    Nor does it matter that an adapter raises an error of its own, with the driver's as the cause.
+    """
+    classify = DIALECTS[dialect].classify
+    assert [classify(error) for error in errors] == [failure] * len(errors)
+    assert [classify(wrapped(wrapped(error))) for error in errors] == [failure] * len(errors)
+
+
+def wrapped(error: Exception) -> Exception:
+    adapted = RuntimeError("refused")
+    adapted.__cause__ = error
+    return adapted
 
 
 LISTENING = {"unlogged", "listen", "call", "sleep_until_killed"}

@@ -798,6 +798,28 @@ def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest, 
         engine.dispose()
 
 
+@pytest.mark.direct
+def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
+    """SQLAlchemy's adapter raises its own error, and leaves the server's SQLSTATE on the cause."""
+    ready(request, "postgresql")
+
+    async def main() -> None:
+        engine = create_async_engine(url("postgresql", "asyncpg"))
+        try:
+            for change in ("300", "255"):
+                for number in range(2):
+                    async with db_lock(engine, f"before {change} {number}") as lock:
+                        assert await lock.locked()
+                for column in ("label", "host"):
+                    run("postgresql", f'ALTER TABLE locks ALTER {column} TYPE varchar({change}) COLLATE "C"')
+                async with db_lock(engine, f"after {change}", timeout=2) as lock:
+                    assert await lock.locked()
+        finally:
+            await engine.dispose()
+
+    asyncio.run(main())
+
+
 def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None:
     """A MariaDB server whose max_prepared_stmt_count is used up still locks."""
     ready(request, "mariadb")

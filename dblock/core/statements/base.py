@@ -9,7 +9,7 @@ resolved before values are bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
@@ -39,6 +39,14 @@ class Failure(Enum):
     OTHER_TABLE = "the table lacks a column or an index that the statement names"
     NO_RIGHT = "the user may not do that to the table; nothing happened"
     OTHER = "anything else; nothing happened"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes, the driver's own among them; an adapter may keep its number or state to itself."""
+    behind: BaseException | None = error
+    while behind is not None:
+        yield behind
+        behind = behind.__cause__
 
 
 class WhenLocked(Enum):

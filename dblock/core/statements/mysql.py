@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked, causes
 from dblock.core.statements.common import (
     REVOKED,
     STEP,
@@ -398,14 +398,13 @@ _DURING_COMMIT: Final = 1180
 
 def classify(error: BaseException) -> Failure:
     """By error number (MySQL error reference), the first argument of every driver's exception."""
-    number = error.args[0] if error.args else None
-    if number == _DURING_COMMIT and "Lock deadlock" in str(error.args[1:]):
-        return Failure.CONFLICT
-    if number in _MEANINGS:
-        return _MEANINGS[number]
-    if isinstance(error, OSError) or type(error).__name__ == "InterfaceError":
-        return Failure.DISCONNECTED
-    return Failure.OTHER
+    for number, *rest in (each.args for each in causes(error) if each.args):
+        if number == _DURING_COMMIT and "Lock deadlock" in str(rest):
+            return Failure.CONFLICT
+        if number in _MEANINGS:
+            return _MEANINGS[number]
+    lost = any(isinstance(each, OSError) or type(each).__name__ == "InterfaceError" for each in causes(error))
+    return Failure.DISCONNECTED if lost else Failure.OTHER
 
 
 DIALECT: Final = dialect(

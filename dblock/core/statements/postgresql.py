@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked, causes
 from dblock.core.statements.common import (
     REVOKED,
     STEP,
@@ -461,13 +461,13 @@ _CLIENT_LOST = frozenset(
 
 def classify(error: BaseException) -> Failure:
     """By SQLSTATE (PostgreSQL manual, appendix A), which every driver reports in its own attribute."""
-    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    states = (getattr(each, "sqlstate", None) or getattr(each, "pgcode", None) for each in causes(error))
+    state = next(filter(None, states), None)
     if state in _MEANINGS:
         return _MEANINGS[state]
-    if isinstance(error, OSError):
-        return Failure.DISCONNECTED
     if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
-        return Failure.DISCONNECTED if type(error).__name__ in _CLIENT_LOST else Failure.OTHER
+        lost = any(isinstance(each, OSError) or type(each).__name__ in _CLIENT_LOST for each in causes(error))
+        return Failure.DISCONNECTED if lost else Failure.OTHER
     return Failure.DISCONNECTED if state.startswith(_LOST) else Failure.OTHER
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked, causes
 from dblock.core.statements.common import (
     REVOKED,
     STEP,
@@ -223,7 +223,7 @@ RETURNING owner
 
 def classify(error: BaseException) -> Failure:
     """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
-    code = getattr(error, "sqlite_errorname", "") or ""
+    code = next(filter(None, (getattr(each, "sqlite_errorname", "") for each in causes(error))), "")
     text = str(error)
     if code == "SQLITE_BUSY_SNAPSHOT":
         return Failure.STALE
