@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self, Unpack
 
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.leading import AsyncLeader, Body, Options, SyncLeader, aenter
 from dblock.locks import Lock
 
@@ -25,8 +26,9 @@ class Leader(SyncLeader):
     aobserve = AsyncLeader.observe
     __aexit__ = AsyncLeader.__aexit__
 
-    async def __aenter__(self) -> Self:
-        return await aenter(self)
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        return await aenter(self, its)
 
     def run(self, body: Body) -> Callable[[], Any]:
         """Decorate `def body(term)` or `async def body(term)`: campaign, lead by calling it, resign, and begin anew.

@@ -18,6 +18,7 @@ from dblock.async_code import SynchronousOnlyOperation, in_async_code
 from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.observing.observers import reap_and_report
@@ -162,8 +163,9 @@ class Lock(SyncLock):
     ainspect = AsyncLock.inspect
     __aexit__ = AsyncLock.__aexit__
 
-    async def __aenter__(self) -> Self:
-        return await enter(self)
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        return await enter(self, its)
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""

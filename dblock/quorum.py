@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from dblock import signals
 from dblock.core.errors import Reason
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.locks import Lock
 from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
@@ -32,8 +33,9 @@ class QuorumLock(SyncQuorumLock):
     ainspect = AsyncQuorumLock.inspect
     __aexit__ = AsyncQuorumLock.__aexit__
 
-    async def __aenter__(self) -> Self:
-        await self._adrive(self._enter())
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        await self._adrive(self._enter(its))
         return self
 
     def __call__(self, function: F) -> F:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
@@ -34,8 +35,9 @@ class Semaphore(SyncSemaphore):
     aholders = AsyncSemaphore.holders
     __aexit__ = AsyncSemaphore.__aexit__
 
-    async def __aenter__(self) -> Permit:
-        return await self._plain._adrive(self._enter())  # type: ignore[no-any-return]
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Permit:
+        return await self._plain._adrive(self._enter(its))  # type: ignore[no-any-return]
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""

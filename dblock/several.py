@@ -8,6 +8,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack
 
 from dblock import conf
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.validation import valid_timeout
 from dblock.guarded import Atomic
@@ -34,8 +35,9 @@ class Locks(SyncLocks):
     aguard = AsyncLocks.guard
     __aexit__ = AsyncLocks.__aexit__
 
-    async def __aenter__(self) -> Self:
-        _ = await self._members[0]._adrive(self._enter())
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        _ = await self._members[0]._adrive(self._enter(its))
         return self
 
     def __call__(self, function: F) -> F:

@@ -18,9 +18,9 @@ from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, UnsupportedDatabase
 from dblock.core.holding.flow import Block, Entry, Hold, current_task
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded, loaded
+from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.leaving import _innermost, block_to_release
+from dblock.core.lock.leaving import _innermost, block_of, block_to_release
 from dblock.core.lock.locks import gives_way, refuses, was_ours
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
@@ -154,7 +154,7 @@ class BaseQuorumLock(BaseLock):
 
     def _get(self, timeout: float | None, kind: str, its: Loaded | None = None) -> Steps[None]:
         """Take it, or enter it again; raises LockTimeout or QuorumUnavailable. `kind`: that of the entry."""
-        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind, its and its.end))
+        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind, its.end if its else None))
         try:
             yield from undone(partial(self._entered, attempts, its), attempts.abandon)
         finally:
@@ -199,9 +199,9 @@ class BaseQuorumLock(BaseLock):
             return False
         return True
 
-    def _enter(self) -> Steps[None]:
-        """Begin a `with`; raises LockTimeout or QuorumUnavailable."""
-        steps = self._get(self._timeout, "with", loaded(self))
+    def _enter(self, its: Loaded | None) -> Steps[None]:
+        """Begin a `with`, which has loaded `its`; raises LockTimeout or QuorumUnavailable."""
+        steps = self._get(self._timeout, "with", its)
         return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
     # -- leaving
@@ -211,11 +211,11 @@ class BaseQuorumLock(BaseLock):
         entry, hold = block_to_release(self)
         yield from self._leave(self, hold, entry)
 
-    def _exit(self, error: BaseException | None, block: Block | None = None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception, `block` what it has opened, if that is known."""
+    def _exit(self, error: BaseException | None, opened: list[Block] | None) -> Steps[None]:
+        """End a `with`; `error` is the body's exception, `opened`: the blocks of its end."""
         if self._skipped:
             return
-        block = block or _innermost(self)
+        block = block_of(self, opened) or _innermost(self)
         try:
             if block is None or block.entry not in block.hold.entries:  # left by release()
                 yield from self._release()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core.errors import LockTimeout
 from dblock.core.holding.flow import Block
-from dblock.core.lock.blocks import block_end
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import Timeout, refuse_interrupt, refuses
 from dblock.core.protocol.steps import Steps
@@ -66,10 +66,11 @@ class SyncQuorumLock(BaseQuorumLock):
         """The key's row in each database that answers, by its name."""
         return self._drive(self._rows())
 
-    def __enter__(self) -> Self:
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Self:
         refuse_interrupt(self.options.interrupt)
         self._refuse_event_loop()
-        self._drive(self._enter())
+        self._drive(self._enter(its))
         return self
 
     @block_end
@@ -78,9 +79,9 @@ class SyncQuorumLock(BaseQuorumLock):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Block] = (),
+        opened: list[Block] | None = None,
     ) -> None:
-        self._drive(self._exit(error, *opened))
+        self._drive(self._exit(error, opened))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or AsyncEngines")
@@ -124,8 +125,9 @@ class AsyncQuorumLock(BaseQuorumLock):
         """The key's row in each database that answers, by its name."""
         return await self._adrive(self._rows())
 
-    async def __aenter__(self) -> Self:
-        await self._adrive(self._enter())
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        await self._adrive(self._enter(its))
         return self
 
     @block_end
@@ -134,9 +136,9 @@ class AsyncQuorumLock(BaseQuorumLock):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Block] = (),
+        opened: list[Block] | None = None,
     ) -> None:
-        await self._adrive(self._exit(error, *opened), undisturbed=True)
+        await self._adrive(self._exit(error, opened), undisturbed=True)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")

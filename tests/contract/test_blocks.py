@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from itertools import permutations
-from operator import call
+from operator import call, methodcaller
 from typing import Any
 
 import pytest
@@ -24,10 +24,11 @@ from sqlalchemy.orm import Session
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
+from tests.conftest import ALIASES
 from tests.contract.test_rwlock import rwlock
-from tests.contract.test_semaphore import semaphore
+from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, until
+from tests.support.lab import PROTOCOL, alive, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -130,6 +131,16 @@ SHARED: dict[str, Callable[[Subject], Any]] = {
 """Objects of which several flows may have a block open."""
 
 
+def leader(subject: Subject, **options: Any) -> Any:
+    if subject.variant == "django":
+        from dblock import db_leader as django_leader
+
+        return django_leader("k", using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import db_leader
+
+    return db_leader(subject.engine, "k", **options)
+
+
 def tenures(subject: Subject) -> set[Any]:
     """All that is held."""
     return set(subject.run("SELECT lock_key, fence FROM locks WHERE owner IS NOT NULL"))
@@ -173,6 +184,153 @@ def test_a_semaphore_has_one_block_in_each_flow(face: Subject, actor: Actor, oth
     assert third.state == "held"
     actor.do(leave(face, sem))
     assert tenures(face) == set()
+
+
+# -- ends that no `with` has loaded, and such as are kept
+
+
+KINDS: dict[str, Callable[[Subject], Any]] = {
+    "a lock": lambda subject: subject.lock("k", ttl=0.6),
+    "locks": lambda subject: several(subject, "k", "l", ttl=0.6),
+    "a reader": lambda subject: rwlock(subject, ttl=0.6).read(),
+    "a semaphore": lambda subject: semaphore(subject, 3, ttl=0.6),
+    "a leader": lambda subject: leader(subject, ttl=0.6),
+}
+MANY = ["a lock", "locks", "a reader"]
+"""Those of which one flow may have several blocks open."""
+
+
+class Keeps:
+    """Code that has loaded the end of its block before it begins it, or both at once, and may use them again."""
+
+    def __init__(self, subject: Subject, made: Any, *, both: bool) -> None:
+        begin, end = ("__enter__", "__exit__") if subject.face == "sync" else ("__aenter__", "__aexit__")
+        if both:
+            self.enter, self.exit = getattr(made, begin), getattr(made, end)
+        else:
+            self.exit, self.enter = getattr(made, end), partial(methodcaller(begin), made)
+
+    def leave(self) -> Any:
+        return self.exit(None, None, None)
+
+
+def keeps_its_blocks(subject: Subject, seconds: float = 1.5) -> set[Any]:
+    """What is held, and is held still when each lease would have ended twice."""
+    before = tenures(subject)
+    time.sleep(seconds)
+    assert tenures(subject) == before
+    assert alive(subject) == len(before)
+    return before
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both", "its end"])
+@pytest.mark.parametrize("what", KINDS)
+def test_code_that_keeps_an_end_uses_it_again(either: Subject, actor: Actor, what: str, both: bool) -> None:
+    """Each of its blocks is renewed while it is open, and leaves what it has taken."""
+    made = KINDS[what](either)
+    kept = Keeps(either, made, both=both)
+    for _ in range(2):
+        actor.do(kept.enter)
+        assert keeps_its_blocks(either)
+        actor.do(kept.leave)
+        assert tenures(either) == set()
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both", "its end"])
+@pytest.mark.parametrize("what", MANY)
+def test_blocks_within_blocks_of_a_kept_end(either: Subject, actor: Actor, what: str, both: bool) -> None:
+    """The inner one ends first."""
+    made = KINDS[what](either)
+    kept = Keeps(either, made, both=both)
+    actor.do(kept.enter)
+    actor.do(kept.enter)
+    held = keeps_its_blocks(either)
+    actor.do(kept.leave)
+    assert keeps_its_blocks(either) == held
+    actor.do(kept.leave)
+    assert tenures(either) == set()
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both", "its end"])
+@pytest.mark.parametrize("what", ["a reader", "a semaphore"])
+def test_flows_that_share_a_kept_end(either: Subject, actor: Actor, other: Actor, what: str, both: bool) -> None:
+    """Each leaves its own block, in whatever order."""
+    made = KINDS[what](either)
+    kept = Keeps(either, made, both=both)
+    for last in (actor, other):
+        actor.do(kept.enter)
+        first = tenures(either)
+        other.do(kept.enter)
+        keeps_its_blocks(either)
+        theirs = first if last is actor else tenures(either) - first
+        (other if last is actor else actor).do(kept.leave)
+        assert keeps_its_blocks(either) == theirs
+        last.do(kept.leave)
+        assert tenures(either) == set()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_an_end_that_somebody_looks_at(either: Subject, actor: Actor, what: str) -> None:
+    """As duck typing does, before code calls the methods of the class, as an ExitStack does."""
+    made = KINDS[what](either)
+    names = ("__enter__", "__exit__") if either.face == "sync" else ("__aenter__", "__aexit__")
+    begin, end = (getattr(type(made), name) for name in names)
+    assert all(hasattr(made, name) for name in names)
+    actor.do(lambda: begin(made))
+    assert all(hasattr(made, name) for name in names)
+    assert keeps_its_blocks(either)
+    actor.do(lambda: end(made, None, None, None))
+    assert tenures(either) == set()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_a_subclass_that_awaits_before_it_enters(async_face: Subject, actor: Actor, what: str) -> None:
+    """While others enter the same object meanwhile, whose ends are loaded between its two halves."""
+    made, shared = KINDS[what](async_face), what in {"a reader", "a semaphore"}
+
+    class Late(type(made)):  # type: ignore[misc]
+        async def __aenter__(self) -> Any:
+            await asyncio.sleep(0.05)
+            return await super().__aenter__()
+
+    made.__class__ = Late
+
+    async def block(seconds: float) -> None:
+        async with made:
+            await asyncio.sleep(seconds)
+            assert await asyncio.to_thread(alive, async_face) >= 1
+
+    async def crowd() -> None:
+        await asyncio.gather(*(block(1.5) for _ in range(3 if shared else 1)))
+
+    actor.do(crowd)
+    assert tenures(async_face) == set()
+
+
+def test_a_permit_object_is_one_permit(face: Subject, actor: Actor, other: Actor) -> None:
+    """Who shares it among threads or tasks is told, also while it is being taken: else all would be inside at once."""
+    sem = semaphore(face, 1)
+    for lock in (permit := sem.permit(), several(face, permit)):
+        actor.do(enter(face, lock))
+        with pytest.raises(LockError, match=r"another thread's or task's: make a semaphore\.permit\(\) for each block"):
+            other.do(enter(face, lock))
+        actor.do(enter(face, lock))
+        actor.do(leave(face, lock))
+        assert permit.state == "held"
+        actor.do(leave(face, lock))
+        assert in_use(face) == []
+        other.do(enter(face, lock))
+        other.do(leave(face, lock))
+    actor.call(sem, "acquire")
+    waiting = other.start(enter(face, permit))
+    assert until(lambda: permit._is_being_taken)
+    with pytest.raises(LockError, match="for each block"):
+        actor.do(enter(face, permit))
+    actor.call(sem, "release")
+    waiting.result(10)
+    assert in_use(face) == [0]
+    other.do(leave(face, permit))
+    assert in_use(face) == []
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)

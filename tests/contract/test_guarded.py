@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
@@ -847,9 +847,8 @@ class Interrupted(BaseException):
 @contextlib.contextmanager
 def struck(number: int) -> Iterator[list[str]]:
     """Interrupt the beginning or the end of the so-many-th function that begins and ends a block; gives which."""
-    theirs = {
-        method.__code__ for method in (cast("Any", guarded.Guarded.__exit__).leave, guarded.Guarded.__enter__)
-    }  # Python calls these
+    methods: Any = guarded.Guarded
+    theirs = {methods.__exit__.leave.__code__, methods.__enter__.enter.__code__}  # Python calls these
     counted, found = itertools.count(1), list[str]()
 
     def step(frame: FrameType, event: str, _: object) -> Any:

@@ -115,7 +115,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.life = _Life()
         self.loaded: Any = None
-        """The end of a block that was loaded last, a `Loaded`."""
+        """What a `with` has loaded whose end is not loaded yet, a `Loaded` (see `dblock.core.lock.blocks`)."""
 
 
 class Flows:

@@ -1,9 +1,13 @@
 """The blocks of `with`: when one has ended, whatever has interrupted it.
 
 A signal handler may raise before the first line of `__exit__`, and after the last one of `__enter__`: then no code of
-the lock notices that the block is over. But a `with` statement loads `__exit__` before it calls `__enter__`, keeps what
-it has loaded for as long as its block is open, and calls that at the end (The Python Language Reference, 8.5). So here
-each statement loads an object of its own, and a block is open while its end exists.
+the lock notices that the block is over. But a `with` statement loads `__enter__` and then `__exit__`, calls the first,
+keeps the second for as long as its block is open, and calls that at the end (The Python Language Reference, 8.5). So
+here both are loaded as objects of their own for each statement, and a block is open while its end exists.
+
+Only code that loads `__exit__` directly after `__enter__` of the same lock gets such an end. Any other block, of an
+ExitStack, of a class that awaits before it enters, of methods that are called by hand, has none: it is open for as long
+as the lock object exists, unless its end is called.
 
 Rule: nothing but the statement refers to an end, also no frame, which a traceback would keep.
 """
@@ -15,20 +19,52 @@ import weakref
 from collections.abc import Callable
 from inspect import iscoroutinefunction
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from dblock.core import runtime
 
-F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S")
+R = TypeVar("R")
+K = TypeVar("K")
+E = TypeVar("E")
+T = TypeVar("T")
 
 
-class Loaded(NamedTuple):
-    """The end of a block that is about to begin."""
+class Loaded:
+    """What one statement has loaded. Code that keeps it may begin and end several blocks by it."""
 
-    end: Callable[[], Any]
-    """A weak reference to it."""
-    opened: list[Any]
-    """Where to put what the block opens, for its end."""
+    __slots__ = ("end", "opened", "owner")
+
+    def __init__(self, owner: object) -> None:
+        self.owner = weakref.ref(owner)
+        self.end: Callable[[], Any] | None = None
+        """A weak reference to the end, once that is loaded."""
+        self.opened: list[Any] = []
+        """Where to put what a block opens, for its end."""
+
+
+class _Begin:
+    """The descriptor of `__enter__` or `__aenter__`."""
+
+    def __init__(self, enter: Callable[..., Any]) -> None:
+        self.enter = enter
+        _ = functools.update_wrapper(self, enter)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        its = runtime.current.flows.thread.loaded = Loaded(owner)
+        return MethodType(functools.partial(_begin, self.enter, its), owner)
+
+    def __call__(self, owner: Any) -> Any:
+        """Enter a block that no `with` has begun: contextlib.ExitStack calls the function of the class."""
+        runtime.current.flows.thread.loaded = None
+        return self.enter(owner)
+
+
+def _begin(enter: Callable[..., Any], its: Loaded, owner: Any) -> Any:
+    runtime.current.flows.thread.loaded = None
+    return enter(owner, its if its.end is not None and its.end() is not None else None)
 
 
 class _End:
@@ -42,13 +78,16 @@ class _End:
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         if owner is None:
             return self
-        opened: list[Any] = []
-        end = functools.partial(self.leave, owner, opened=opened)
-        runtime.current.flows.thread.loaded = Loaded(weakref.ref(end), opened)
+        thread = runtime.current.flows.thread
+        its, thread.loaded = thread.loaded, None
+        if its is None or its.owner() is not owner:
+            return MethodType(self.leave, owner)
+        end = functools.partial(self.leave, owner, opened=its.opened)
+        its.end = weakref.ref(end)
         return MethodType(_awaited, end) if self._awaits else end
 
     def __call__(self, owner: Any, *error: Any) -> Any:
-        """Leave a block whose end was not loaded by a `with`: contextlib.ExitStack calls the function of the class."""
+        """Leave a block that no `with` has begun."""
         return self.leave(owner, *error)
 
 
@@ -60,16 +99,14 @@ async def _awaited(end: Callable[..., Any], *error: Any) -> Any:
         del end  # a traceback keeps this frame
 
 
-def block_end(leave: F) -> F:
-    """Decorates `__exit__` and `__aexit__`, whose last argument is the list of what their block has opened."""
-    return cast("F", _End(leave))
+def block_begin(enter: Callable[[S, Loaded | None], R]) -> Callable[[S], R]:
+    """Decorates `__enter__` and `__aenter__`, whose last argument is what their statement has loaded.
 
-
-def loaded(owner: object) -> Loaded | None:
-    """The end that a `with` of `owner` has loaded just now, in this thread; None where its methods are called by hand.
-
-    A block without one is open for as long as the lock object exists.
+    It is None for a block without an end of its own.
     """
-    thread = runtime.current.flows.thread
-    found, thread.loaded = thread.loaded, None
-    return found if found is not None and getattr(found.end(), "args", (None,))[0] is owner else None
+    return cast("Callable[[S], R]", _Begin(enter))
+
+
+def block_end(leave: Callable[[S, K, E, T, list[Any] | None], R]) -> Callable[[S, K, E, T], R]:
+    """Decorates `__exit__` and `__aexit__`, whose last argument is the list of what was opened by that end."""
+    return cast("Callable[[S, K, E, T], R]", _End(leave))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from types import EllipsisType
 from typing import TypeVar
 
 from dblock.core import runtime
@@ -19,7 +18,7 @@ from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
-from dblock.core.lock.blocks import Loaded, loaded
+from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold, forget
 from dblock.core.lock.leaving import _release
 from dblock.core.protocol import tenures
@@ -172,13 +171,14 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[None]:
+def enter(lock: BaseLock, its: Loaded | None = None) -> Steps[None]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
-    `timeout` is the lock's own by default. With `on_busy="skip"` the call of a decorated function is marked as skipped
+    `its`: what the `with` has loaded. With `on_busy="skip"` the call of a decorated function is marked as skipped
     instead.
     """
-    steps = enter_block(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout, loaded(lock))
+    end, opened = (its.end, its.opened) if its else (None, None)
+    steps = enter_block(lock, lock._timeout, end, opened)
     if lock.options.on_busy == "raise":
         return steps
     from dblock.core.lock.key_template import or_skip  # noqa: PLC0415 - for those who decorate
@@ -186,9 +186,14 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     return or_skip(lock, steps)
 
 
-def enter_block(lock: BaseLock, timeout: float | None, its: Loaded | None = None) -> Steps[None]:
-    """The same, whatever `on_busy` says."""
-    flow, end = lock._running_flow(), its and its.end
+def enter_block(
+    lock: BaseLock,
+    timeout: float | None,
+    end: Callable[[], object] | None = None,
+    opened: list[Block] | None = None,
+) -> Steps[None]:
+    """The same, whatever `on_busy` says; `end`: a reference to the end of the block, which is added to `opened`."""
+    flow = lock._running_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with", end)
@@ -201,8 +206,8 @@ def enter_block(lock: BaseLock, timeout: float | None, its: Loaded | None = None
         hold = found
     block = Block(hold.entries[-1], hold)
     lock._blocks = [*(each for each in lock._blocks if each.entry.lock is not None), block]
-    if its is not None:
-        its.opened.append(block)
+    if opened is not None:
+        opened.append(block)
 
 
 L = TypeVar("L", bound=BaseLock)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow
-from dblock.core.lock.blocks import block_end, loaded
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import SAYS_NOTHING, refuses
@@ -41,7 +41,7 @@ class _Block(Generic[T]):
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._withs: list[Begun] = []
-        """The open blocks that no `with` has begun: their methods were called by hand, or by an ExitStack."""
+        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
 
     @property
     def key(self) -> str:
@@ -70,13 +70,12 @@ class _Block(Generic[T]):
         """Begin the transaction, guard it, give what the block gives, and end the transaction."""
         raise NotImplementedError
 
-    def _new(self) -> tuple[Begun, list[Begun]]:
+    def _new(self, its: Loaded | None) -> tuple[Begun, list[Begun]]:
         """A block that begins, and the list that refers to it for as long as it is open."""
-        its = loaded(self)
         return (current_flow().ref, self._block()), self._withs if its is None else its.opened
 
     def _ending(self, opened: list[Begun] | None) -> tuple[Begun, list[Begun]]:
-        """The block that ends, and the list that refers to it; `opened`: that of its `with`."""
+        """The block that ends, and the list that refers to it; `opened`: that of its end."""
         found = opened or self._withs
         return innermost(found, getattr(self._lock, "keys", None) or [self.key]), found
 
@@ -112,8 +111,8 @@ class Guarded(_Block[T]):
     def _block(self) -> Generator[T]:
         self._refuse()
         lock, error = self._lock, None
-        leave = lock.__exit__  # loaded first, as by a `with`
-        lock.__enter__()
+        enter, leave = lock.__enter__, lock.__exit__  # both loaded first, as by a `with`
+        enter()
         try:
             if lock._skipped:
                 yield lock
@@ -131,8 +130,9 @@ class Guarded(_Block[T]):
             finally:
                 del error  # it refers to this frame
 
-    def __enter__(self) -> T:
-        begun, blocks = self._new()
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> T:
+        begun, blocks = self._new(its)
         try:
             given: T = begun[1].__enter__()
             blocks.append(begun)
@@ -184,8 +184,8 @@ class AsyncGuarded(_Block[T]):
     async def _block(self) -> AsyncGenerator[T]:
         self._refuse()
         lock, error, holds = self._lock, None, []
-        leave = lock.__aexit__  # loaded first, as by an `async with`
-        await lock.__aenter__()
+        enter, leave = lock.__aenter__, lock.__aexit__  # both loaded first, as by an `async with`
+        await enter()
         try:
             if lock._skipped:
                 yield lock
@@ -215,8 +215,9 @@ class AsyncGuarded(_Block[T]):
                         outer._interrupt_body(hold)
                 del error, interrupt  # they refer to this frame
 
-    async def __aenter__(self) -> T:
-        begun, blocks = self._new()
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> T:
+        begun, blocks = self._new(its)
         given: T = await begun[1].__aenter__()
         blocks.append(begun)
         return given

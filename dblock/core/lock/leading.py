@@ -35,7 +35,7 @@ from dblock.core.errors import (
 from dblock.core.holding.flow import Hold
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import block_end, loaded
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy, say_late
 from dblock.core.lock.failures import timed_out
@@ -134,7 +134,7 @@ class BaseLeader:
         self._on_elected = on_elected
         self._interrupt = interrupt
         self._blocks: list[_Block] = []
-        """The blocks that no `with` has begun, but an ExitStack, each behind a reference to its flow."""
+        """The blocks without an end of their own, as an ExitStack begins them, each behind a reference to its flow."""
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -334,10 +334,9 @@ class BaseLeader:
         finally:
             del error  # it refers to this frame
 
-    def _enter(self, candidacy: Candidacy) -> Steps[None]:
-        """Begin the block of a `with`."""
-        its = loaded(self)
-        candidacy.end_of_block = its and its.end
+    def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
+        """Begin the block of a `with`, which has loaded `its`."""
+        candidacy.end_of_block = its.end if its else None
         found = yield from self._elect(candidacy, self._lock._timeout)
         if isinstance(found, Refused):
             raise (yield from timed_out(candidacy.lock, found)) from found.busy
@@ -347,8 +346,9 @@ class BaseLeader:
         (self._blocks if its is None else its.opened).append((candidacy.flow.ref, candidacy))
 
     def _leave(self, error: BaseException | None, opened: list[_Block] | None) -> Steps[None]:
-        """End the block of a `with`; `error` is the body's, `opened` what the `with` has begun."""
-        self._blocks = [block for block in self._blocks if block[1].driven]
+        """End the block of a `with`; `error` is the body's, `opened`: the blocks of its end."""
+        for blocks in (self._blocks, opened or []):
+            blocks[:] = [block for block in blocks if block[1].driven]
         _, candidacy = innermost(opened or self._blocks, [self.name], "make a db_leader() for each block")
         late = yield from candidacy.drive(candidacy.end())
         if candidacy.hold is not None and was_ours(candidacy.hold, error):
@@ -417,9 +417,10 @@ class SyncLeader(BaseLeader):
 
         return lead
 
-    def __enter__(self) -> Self:
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Self:
         refuse_interrupt(self._interrupt)
-        self._lock._drive(*self._driving(self._enter, has_body=True))
+        self._lock._drive(*self._driving(self._enter, its, has_body=True))
         return self
 
     @block_end
@@ -478,8 +479,9 @@ class AsyncLeader(BaseLeader):
 
         return lead
 
-    async def __aenter__(self) -> Self:
-        return await aenter(self)
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        return await aenter(self, its)
 
     @block_end
     async def __aexit__(
@@ -498,9 +500,9 @@ class AsyncLeader(BaseLeader):
 L = TypeVar("L", bound=BaseLeader)
 
 
-async def aenter(leader: L) -> L:
-    """Begin an `async with`."""
-    await leader._lock._adrive(*leader._driving(leader._enter, has_body=True))
+async def aenter(leader: L, its: Loaded | None) -> L:
+    """Begin an `async with`, which has loaded `its`."""
+    await leader._lock._adrive(*leader._driving(leader._enter, its, has_body=True))
     return leader
 
 

@@ -51,6 +51,14 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
             lock._blocks = [each for each in lock._blocks if each.entry is not block.entry]
 
 
+def block_of(lock: BaseLock, opened: list[Block] | None) -> Block | None:
+    """The block that ends, if it is told by what was `opened` by its end: the only one that is still open."""
+    if not opened:
+        return None
+    opened[:] = [block for block in opened if block in lock._blocks]
+    return opened.pop() if len(opened) == 1 else None
+
+
 def release(lock: BaseLock) -> Steps[None]:
     """Leave this flow's hold by the last entry that is not a `with`, if there is one, else by the last."""
     entry, hold = block_to_release(lock)

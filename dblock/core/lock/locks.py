@@ -5,7 +5,7 @@ Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self, TypeVar
 
@@ -13,7 +13,7 @@ from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.holding.flow import Block, Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import block_end
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -65,9 +65,9 @@ def was_ours(hold: Interruptible, error: BaseException | None) -> bool:
 L = TypeVar("L", bound=BaseLock)
 
 
-async def enter(lock: L, timeout: float | EllipsisType | None = ...) -> L:
-    """Begin an `async with`; `timeout` is the lock's own by default."""
-    await lock._adrive(entering.enter(lock, timeout))
+async def enter(lock: L, its: Loaded | None = None) -> L:
+    """Begin an `async with`, which has loaded `its`."""
+    await lock._adrive(entering.enter(lock, its))
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
     return lock
@@ -79,11 +79,11 @@ def refuse_interrupt(interrupt: bool) -> None:
         raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
-async def leave(lock: BaseLock, error: BaseException | None, opened: Sequence[Block] = ()) -> None:
+async def leave(lock: BaseLock, error: BaseException | None, opened: list[Block] | None = None) -> None:
     """End an `async with`; `error` is the body's exception."""
     hold = lock._hold()
     try:
-        await lock._adrive(leaving.leave_block(lock, *opened), undisturbed=True)
+        await lock._adrive(leaving.leave_block(lock, leaving.block_of(lock, opened)), undisturbed=True)
     except LockError as late:
         if hold is not None and was_ours(hold, error):
             raise late from error
@@ -172,9 +172,10 @@ class SyncLock(BaseLock):
         """The key's row: its holder or last holder, and the times; None if there is no row."""
         return self._drive(operations.inspect(self))
 
-    def __enter__(self) -> Self:
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Self:
         refuse_interrupt(self.options.interrupt)
-        self._drive(entering.enter(self))
+        self._drive(entering.enter(self, its))
         return self
 
     @block_end
@@ -183,10 +184,10 @@ class SyncLock(BaseLock):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Block] = (),
+        opened: list[Block] | None = None,
     ) -> None:
         try:
-            self._drive(leaving.leave_block(self, *opened))
+            self._drive(leaving.leave_block(self, leaving.block_of(self, opened)))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -240,8 +241,9 @@ class AsyncLock(BaseLock):
         """The key's row: its holder or last holder, and the times; None if there is no row."""
         return await self._adrive(operations.inspect(self))
 
-    async def __aenter__(self) -> Self:
-        return await enter(self)
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        return await enter(self, its)
 
     @block_end
     async def __aexit__(
@@ -249,7 +251,7 @@ class AsyncLock(BaseLock):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Block] = (),
+        opened: list[Block] | None = None,
     ) -> None:
         await leave(self, error, opened)
 

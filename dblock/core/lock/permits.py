@@ -26,7 +26,7 @@ from dblock.core.holding.flow import Flow, Hold
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
-from dblock.core.lock.blocks import Loaded, block_end, loaded
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost, let_expire
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.leaving_several import release_each
@@ -57,6 +57,9 @@ class IsPermit(BaseLock):
     """A reference to the flow that acquired it, if the semaphore owns it."""
     _opens_block = False
     """Whether that was for a `with` of the semaphore."""
+    _taken_by: Callable[[], Flow | None] | None = None
+    """A reference to the flow that took it last, or takes it now."""
+    _is_being_taken = False
 
     def _is_open(self) -> bool:
         """Whether it is the permit of a `with` of the semaphore that has not ended."""
@@ -82,8 +85,26 @@ class IsPermit(BaseLock):
             )
         return hold
 
+    def _check_kind(self, hold: Hold) -> None:
+        super()._check_kind(hold)
+        self._refuse_to_share()
+
+    def _refuse_to_share(self) -> None:
+        """Raise LockError where another thread or task has it: both would be inside by one permit."""
+        if self._taken_by is not None and self._taken_by() not in {None, current_flow()}:
+            raise LockError(
+                f"this permit of {self._key!r} is another thread's or task's: make a semaphore.permit() for each block",
+                key=self._key,
+            )
+
     def _take(self, taking: Taking) -> Steps[Grant | Refused]:
-        found = yield from taking.sharing().acquire(self._semaphore, self._wanted)
+        if self._is_being_taken:
+            self._refuse_to_share()
+        self._taken_by, self._is_being_taken = current_flow().ref, True
+        try:
+            found = yield from taking.sharing().acquire(self._semaphore, self._wanted)
+        finally:
+            self._is_being_taken = False
         if isinstance(found, Refused):
             return found
         first, *self._others = sorted(found, key=lambda grant: grant.tenure.key)
@@ -220,24 +241,29 @@ class BaseSemaphore:
         """The permits of the open `with`s, each behind a reference to the flow that began it."""
         return [(permit._acquired_by, permit) for permit in self._held if permit._is_open()]
 
-    def _ended(self, opened: Sequence[Any]) -> Any:
-        """The permit of the `with` that ends."""
+    def _ended(self, opened: list[Any] | None) -> Any:
+        """The permit of the `with` that ends; `opened`: those of its end."""
         self._leave_to_parent()
         with self._mutex:
-            blocks = self._blocks()
-            if opened and opened[0] in self._held:  # not after a fork
-                return self._drop([*opened])[0]
+            opened = [] if opened is None else opened
+            opened[:] = [permit for permit in opened if permit in self._held]  # none after a fork
+            blocks = [(permit._acquired_by, permit) for permit in opened] or self._blocks()
             try:
                 permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")[1]
             except LockNotHeld:
                 let_expire((flow, permit._hold_here()) for flow, permit in blocks)
                 raise
+            if permit in opened:
+                opened.remove(permit)
             return self._drop([permit])[0]
 
     # -- the operations, as steps
 
     def _take(self, n: int, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[list[Any]]:
-        """Acquire `n` permits, or none; `block`: for a `with`, whose LockTimeout is raised, and whose end is `its`."""
+        """Acquire `n` permits, or none.
+
+        `block`: for a `with`, whose LockTimeout is raised; `its`: what that has loaded.
+        """
         if valid_permits(n, "the number of permits") > self._permits:
             raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
         self._leave_to_parent()
@@ -245,7 +271,7 @@ class BaseSemaphore:
         first, first._wanted = permits[0], n
         try:
             if block:
-                yield from entering.enter_block(first, timeout, its and Loaded(its.end, []))
+                yield from entering.enter_block(first, timeout, its.end if its else None)
             elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
                 raise LockTimeout(key=self.key)  # noqa: TRY301 - nothing is to be left
             for permit, grant in zip(permits[1:], first._others, strict=True):
@@ -274,11 +300,8 @@ class BaseSemaphore:
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
 
-    def _enter(self) -> Steps[Any]:
+    def _enter(self, its: Loaded | None) -> Steps[Any]:
         """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
-        return self._enter_block(loaded(self))
-
-    def _enter_block(self, its: Loaded | None) -> Steps[Any]:
         refuse_to_skip(self)
         self._leave_to_parent()
         if any(flow is current_flow().ref for flow, _ in self._blocks()):
@@ -294,10 +317,10 @@ class BaseSemaphore:
                 raise
             return None
 
-    def _exit(self, error: BaseException | None, opened: Sequence[Any]) -> Steps[None]:
+    def _exit(self, error: BaseException | None, opened: list[Any] | None) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `error` is the body's exception.
 
-        `opened`: the permit, where the `with` is known.
+        `opened`: the permits of its end.
         """
         if self._skipped:
             return
@@ -366,8 +389,9 @@ class SyncSemaphore(BaseSemaphore):
         """Who holds permits, in the order of the slots."""
         return self._plain._drive(self._holders())  # type: ignore[no-any-return]
 
-    def __enter__(self) -> Any:
-        return self._plain._drive(self._enter())
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Any:
+        return self._plain._drive(self._enter(its))
 
     @block_end
     def __exit__(
@@ -375,7 +399,7 @@ class SyncSemaphore(BaseSemaphore):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Any] = (),
+        opened: list[Any] | None = None,
     ) -> None:
         self._plain._drive(self._exit(error, opened))
 
@@ -412,8 +436,9 @@ class AsyncSemaphore(BaseSemaphore):
         """Who holds permits, in the order of the slots."""
         return await self._plain._adrive(self._holders())  # type: ignore[no-any-return]
 
-    async def __aenter__(self) -> Any:
-        return await self._plain._adrive(self._enter())
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Any:
+        return await self._plain._adrive(self._enter(its))
 
     @block_end
     async def __aexit__(
@@ -421,7 +446,7 @@ class AsyncSemaphore(BaseSemaphore):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: Sequence[Any] = (),
+        opened: list[Any] | None = None,
     ) -> None:
         await self._plain._adrive(self._exit(error, opened), undisturbed=True)
 

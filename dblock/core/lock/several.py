@@ -18,7 +18,7 @@ from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded, block_end, loaded
+from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.leaving_several import Entered, leave_each, release_each
@@ -66,7 +66,7 @@ class BaseLocks:
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
         self._withs: list[Opened] = []
-        """The open blocks that no `with` has begun: their methods were called by hand, or by an ExitStack."""
+        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
         for lock in members:
             if lock.options.on_busy != "raise":
                 raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
@@ -132,15 +132,15 @@ class BaseLocks:
 
     # -- the operations, as steps
 
-    def _enter(self) -> Steps[bool]:
-        """Begin a `with`."""
-        return self._take(self._timeout, block=True, its=loaded(self))
+    def _enter(self, its: Loaded | None) -> Steps[bool]:
+        """Begin a `with`, which has loaded `its`."""
+        return self._take(self._timeout, block=True, its=its)
 
     def _take(self, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[bool]:
         """Take them all, or none; False if one of them was not free in time.
 
         `block`: for a `with`, whose LockTimeout is raised, unless it is a call of a decorated function that is skipped.
-        `its`: the end of that `with`.
+        `its`: what that `with` has loaded.
         """
         if block:
             refuse_to_skip(self)
@@ -151,7 +151,7 @@ class BaseLocks:
             for lock in self._in_order():
                 left = None if deadline is None else max(deadline - clock.now(), 0.0)
                 if block:
-                    yield from entering.enter_block(lock, left, its and Loaded(its.end, []))
+                    yield from entering.enter_block(lock, left, its.end if its else None)
                     if lock.options.interrupt:
                         interruptible.append((lock, lock._surely_held()))
                         interruptible[-1][1].cancelling = current_task().cancelling()
@@ -193,7 +193,7 @@ class BaseLocks:
         return True
 
     def _exit(self, error: BaseException | None, opened: list[Opened] | None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception, `opened` holds the block of a `with` that is known."""
+        """End a `with`; `error` is the body's exception, `opened`: the blocks of its end."""
         if self._skipped:
             return
         blocks = opened or self._withs
@@ -270,9 +270,10 @@ class SyncLocks(BaseLocks):
         for lock in self._in_order():
             lock.guard(*given)
 
-    def __enter__(self) -> Self:
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Self:
         refuse_interrupt(any(lock.options.interrupt for lock in self._members))
-        _ = self._members[0]._drive(self._enter())
+        _ = self._members[0]._drive(self._enter(its))
         return self
 
     @block_end
@@ -321,8 +322,9 @@ class AsyncLocks(BaseLocks):
         for lock in self._in_order():
             await getattr(lock, "aguard", lock.guard)(*given)
 
-    async def __aenter__(self) -> Self:
-        _ = await self._members[0]._adrive(self._enter())
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        _ = await self._members[0]._adrive(self._enter(its))
         return self
 
     @block_end
