@@ -449,6 +449,7 @@ SWEPT += [
 ]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a block has no end of its own (see dblock.core.lock.blocks)")
 @pytest.mark.parametrize(("name", "subject"), SWEPT, ids=str)
 def test_every_moment_of_every_kind_may_be_interrupted(
     request: pytest.FixtureRequest, name: str, subject: Subject, tmp_path: Path

@@ -7,7 +7,8 @@ here both are loaded as objects of their own for each statement, and a block is 
 
 Only code that loads `__exit__` directly after `__enter__` of the same lock gets such an end. Any other block, of an
 ExitStack, of a class that awaits before it enters, of methods that are called by hand, has none: it is open for as long
-as the lock object exists, unless its end is called.
+as the lock object exists, unless its end is called. So is each block on CPython 3.14 and later, whose `with` loads
+`__exit__` first.
 
 Rule: nothing but the statement refers to an end, also no frame, which a traceback would keep.
 """
