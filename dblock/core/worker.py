@@ -33,6 +33,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
+        self.refused: RuntimeError | None = None
+        """Why the thread could not be started at the last attempt, if the process is out of threads."""
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
@@ -61,10 +63,12 @@ class Worker:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 self._thread.start()
+                self.refused = None
             except BaseException as error:
                 self._thread = None  # the next one who needs it tries again
-                if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
+                if not isinstance(error, RuntimeError):
                     raise
+                self.refused = None if "shutdown" in str(error) else error  # the interpreter is ending
                 warn("cannot %s: %s", self._does, error)
 
     def wake_by(self, moment: float) -> None:

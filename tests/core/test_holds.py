@@ -1075,21 +1075,28 @@ def test_the_watchdog_survives_what_logging_raises(store: FakeStore) -> None:
         log.removeFilter(fails)
 
 
-def test_a_watchdog_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of threads: the lock is held all the same, and the next one starts the watch for both."""
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_take_that_no_thread_would_renew(store: FakeStore, monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
+    """Out of threads: it is given back and raises, unless it needs no renewal; the next one starts the watchdog."""
     wait_until(lambda: runtime.current.watchdog._thread is None)
 
     def fails(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
+    first = FakeLock(store, "a", ttl=2.0, renew=renewed)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
-        first = FakeLock(store, "a", ttl=2.0)
-        assert first.acquire()
+        if renewed:
+            with pytest.raises(LockStoreError, match="'a'.*can't start new thread"):
+                first.acquire()
+            assert first.state is None
+        else:
+            assert first.acquire()
     assert runtime.current.watchdog._thread is None
     with FakeLock(store, "b", ttl=2.0):
         wait_until(lambda: "renew" in store.sent)
-    first.release()
+    if not renewed:
+        first.release()
 
 
 def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockError, LockNotHeld, Loss, Reason
+from dblock.core.errors import LockError, LockNotHeld, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold, is_over
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
@@ -67,7 +67,7 @@ def begin_hold(
     *,
     store: Store,
 ) -> Hold:
-    """Register a new hold of the flow."""
+    """Register a new hold of the flow; LockStoreError if it would not be renewed, as no thread can be started."""
     kept = outer if outer and outer.open_entries() else None
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
     hold.kind, hold.reading = lock._kind, lock._reading
@@ -82,6 +82,9 @@ def begin_hold(
     try:
         lock._opened(hold)
         runtime.current.watchdog.add(hold)
+        if (refused := runtime.current.watchdog.refused) is not None and hold.lease.renewing:
+            why = f"no thread can be started to renew its lease: {refused}"
+            raise LockStoreError(f"gave {lock.key!r} back: {why}", key=lock.key) from refused  # noqa: TRY301 - undone below
         flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
     except BaseException:
         _ = runtime.current.watchdog.discard(hold)

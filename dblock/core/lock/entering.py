@@ -226,6 +226,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
     database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
     request = request_of(lock, store, flow, lock._ttl)
     owner = request.new_owner()
+    found: Grant | Loss | None = None
     try:
         found = yield from tenures.attach(database, tenure, owner, request.parameters(tenure.owner))
         if isinstance(found, Loss):
@@ -234,11 +235,12 @@ def _attach(lock: L, token: Token) -> Steps[L]:
         if known is not None:
             _ = known.lease.lose(Loss(Reason.EXPIRED))
         hold = begin_hold(lock, flow, found, Entry(lock, "attach"), known, store=store)
-    except (GeneratorExit, LockError):
+    except GeneratorExit:
         raise
-    except BaseException:  # interrupted
+    except BaseException as error:  # interrupted, or it cannot be renewed
         begun = flow.holds.get(resource)
-        if begun is None or begun.tenure.owner != owner:
+        refused = isinstance(error, LockError) and not isinstance(found, Grant)
+        if not refused and (begun is None or begun.tenure.owner != owner):
             yield from handover.undo_take(site, tenure.key, owner)
         raise
     if hold.lease.remaining() <= 0:  # the answer came too late
