@@ -52,7 +52,7 @@ from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
 from dblock.operating.statements import vocabulary
-from dblock.operating.timeline import timeline, told
+from dblock.operating.timeline import Holding, timeline, told
 from dblock.operating.wording import moment, span
 from dblock.store import store_for
 
@@ -117,10 +117,10 @@ STATES: dict[str, tuple[Any, Q]] = {
     "shared": (pgettext_lazy("lock", "shared"), Q()),
     "free": (pgettext_lazy("lock", "free"), Q(owner__isnull=True) | Q(owner="", expires_at__lte=F("clock"))),
 }
-"""`closed`: given back, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
+"""`closed`: released, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
 keeps everybody from taking it; `shared`: free, but readers hold it or permits are in use. No column says these two."""
-_NOBODYS = {"shared", "free"}
-"""The states of keys whose rows have no owner."""
+_NOBODYS = {"shared", "free", "closed", "waiting"}
+"""The states of keys whose rows name no holder: nobody, the last one, or the next to enter."""
 _CALM = ("held", "in_handover", "waiting", "closed", "free")
 """The states in which nothing is wrong, and their order in the list; all others come before them."""
 TROUBLE_FIRST = Case(
@@ -220,7 +220,7 @@ def _shown(name: str) -> Any:
 
     @admin.display(description=Lock._meta.get_field(name).verbose_name, ordering=name)  # type: ignore[union-attr]
     def column(inspector: LockAdmin, row: Lock) -> str:
-        return printable(getattr(row, name)) or "–"
+        return printable(str(getattr(row, name))) or "–"  # of a number too, which the site would group by thousands
 
     return column
 
@@ -249,12 +249,23 @@ class LockAdmin(Inspector):
         ("held_for", "time_left"),
         ("acquired", "expires"),
         ("waiters", "entries"),
-        ("life", "fence"),
-        ("shown_host", "pid"),
+        ("life", "shown_fence"),
+        ("shown_host", "shown_pid"),
         ("shown_program", "shown_thread"),
         "shown_celery_task_id",
     )
-    readonly_fields = tuple(flatten(fields))
+    fields_of_shared = (("shown_key", "state"), "pinned_by", ("waiters", "shown_fence"))
+    """Of a key whose holders, if there are any, have rows of their own."""
+    fields_of_nobodys = (*fields_of_shared, ("last_held_by", "released"))
+    """Of a key that nobody holds; what its row has of the last holder is said to be so."""
+    fields_of_waiting = (
+        ("shown_key", "state"),
+        ("next_to_enter", "waiting_for"),
+        ("waiters", "shown_fence"),
+        "asked_back",
+    )
+    """Of a key whose holders have rows of their own, and whose owner waits for them."""
+    readonly_fields = tuple(dict.fromkeys(flatten((*fields, *fields_of_nobodys, *fields_of_waiting))))
 
     class Media:
         css = {"all": ("dblock/inspector.css",)}  # noqa: RUF012 - as Django has it
@@ -268,6 +279,10 @@ class LockAdmin(Inspector):
 
     def rows(self) -> QuerySet[Lock]:
         return Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
+
+    def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
+        waits = _state(row) == "waiting"
+        return ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
         """The row of a key, whether it has shares, and who pins it."""
@@ -285,9 +300,16 @@ class LockAdmin(Inspector):
         return LockList
 
     def get_fields(self, request: HttpRequest, obj: Lock | None = None) -> Any:
-        """All fields; the transaction that pins the key only if there is one."""
+        """The fields for the state of the key; the transaction that pins it only if there is one."""
+        fields: tuple[Any, ...] = self.fields
+        if obj is not None:
+            if _state(obj) == "waiting":
+                fields = self.fields_of_waiting
+            elif not obj.owner:
+                has_shares = obj.kind == KeyKind.SEMAPHORE or _state(obj) == "shared"
+                fields = self.fields_of_shared if has_shares else self.fields_of_nobodys
         pinned = obj is not None and pinned_of(obj)
-        return [each for each in self.fields if pinned or each != "pinned_by"]
+        return [each for each in fields if pinned or each != "pinned_by"]
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
         """What the query string may filter by: columns that are shown, in ways that no database fails or hangs at."""
@@ -331,7 +353,7 @@ class LockAdmin(Inspector):
 
     shown_key, shown_label = _shown("lock_key"), _shown("label")
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
-    shown_celery_task_id = _shown("celery_task_id")
+    shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
     @admin.display(description=_("state"), ordering=TROUBLE_FIRST)
     def state(self, row: Lock) -> SafeString:
@@ -345,43 +367,60 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("holder"), ordering="host")
     def holder(self, row: Lock) -> str:
-        if _state(row) in _NOBODYS:
-            return "–"
-        parts = [row.program, gettext("pid %(pid)s on %(host)s") % {"pid": row.pid, "host": row.host}, row.thread]
-        if row.celery_task_id:
-            parts.append(gettext("Celery task %s") % row.celery_task_id)
-        return printable(", ".join(part for part in parts if part))
+        return "–" if _state(row) in _NOBODYS else _named(row)
 
     @admin.display(description=_("holder"), ordering="host")
     def held_by(self, row: Lock) -> str:
         """The holder with its label, for the list."""
-        who = self.holder(row)
-        return who if who == "–" or not row.label else format_html("<b>{}</b><br>{}", printable(row.label), who)
+        return "–" if _state(row) in _NOBODYS else _labelled(row)
+
+    @admin.display(description=_("last held by"))
+    def last_held_by(self, row: Lock) -> str:
+        return _labelled(row)
+
+    @admin.display(description=_("next to enter"))
+    def next_to_enter(self, row: Lock) -> str:
+        return _labelled(row)
+
+    @admin.display(description=_("waiting for"))
+    def waiting_for(self, row: Lock) -> str:
+        return span((_clock(row) - row.acquired_at).total_seconds())
+
+    @admin.display(description=pgettext_lazy("lock", "released"))
+    def released(self, row: Lock) -> str:
+        ago = (_clock(row) - row.expires_at).total_seconds()
+        if ago < 0:
+            return gettext("kept closed for another %s (min_hold)") % span(-ago)
+        return gettext("%s ago") % span(ago)
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
         if _state(row) == "in_handover":
             return gettext("detached %s ago") % span(row.ttl - (row.expires_at - _clock(row)).total_seconds())
         until = min(_clock(row), row.expires_at)
-        return "–" if _state(row) in _NOBODYS | {"closed"} else span((until - row.acquired_at).total_seconds())
+        return "–" if _state(row) in _NOBODYS else span((until - row.acquired_at).total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
         left, state = (row.expires_at - _clock(row)).total_seconds(), _state(row)
         if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
-        if state in _NOBODYS:
+        if state in _NOBODYS - {"closed"}:
             return "–"
+        most, words = max(row.ttl, left), span(left)
+        whole = (row.expires_at - row.acquired_at).total_seconds()
+        if state in {"held", "at_risk"} and whole < row.ttl * 0.99:  # that of a place in the queue, until it is renewed
+            most, words = whole, gettext("%(left)s of %(whole)s (handed over)") % {"left": words, "whole": span(whole)}
         return format_html(
             '<span class="dblock-left"><meter min="0" max="{}" value="{}" aria-hidden="true"></meter>{}</span>',
-            f"{max(row.ttl, left):.3f}",
+            f"{most:.3f}",
             f"{left:.3f}",
-            span(left),
+            words,
         )
 
     @admin.display(description=_("waiters"))
     def waiters(self, row: Lock) -> str:
-        return str(vars(row)["waiting"] or "–")
+        return str(vars(row)["waiting"] + (_state(row) == "waiting") or "–")  # the next to enter waits too
 
     @admin.display(description=_("entries"), ordering="count")
     def entries(self, row: Lock) -> str:
@@ -421,13 +460,24 @@ def _quarantine() -> Quarantine | None:
     return None
 
 
-def _holding(row: Lock) -> tuple[Identity, int, float, float] | None:
-    """The holder, its fence, for how many seconds it has held the key, and for how many its lease has been over."""
-    if not row.owner:
+def _holding(row: Lock) -> Holding | None:
+    """Who holds the key; None if nobody does."""
+    if not row.owner or _state(row) == "waiting":
         return None
     who = Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
     age, over = ((_clock(row) - each).total_seconds() for each in (row.acquired_at, row.expires_at))
-    return who, row.fence, age, max(over, 0.0)
+    return Holding(who, row.label, row.fence, age, max(over, 0.0))
+
+
+def _named(row: Lock) -> str:
+    parts = [row.program, gettext("pid %(pid)s on %(host)s") % {"pid": row.pid, "host": row.host}, row.thread]
+    if row.celery_task_id:
+        parts.append(gettext("Celery task %s") % row.celery_task_id)
+    return printable(", ".join(part for part in parts if part))
+
+
+def _labelled(row: Lock) -> str:
+    return format_html("<b>{}</b><br>{}", printable(row.label), _named(row)) if row.label else _named(row)
 
 
 def _clock(row: Lock) -> datetime:

@@ -199,7 +199,7 @@ class LockInfo:
         if self.state == "expired":
             return f"{who}, whose lease ended {-self.remaining:.1f} s ago"
         if self.owner == "":
-            return f"{who}, who has given it back; its min_hold ends {self.remaining:.1f} s from now"
+            return f"{who}, who has released it; its min_hold ends {self.remaining:.1f} s from now"
         if self.waits:
             others = "permits are free" if self.kind == KeyKind.SEMAPHORE else "the readers have left"
             return f"{who}, who is the next, and has been waiting for {self.age:.1f} s until {others}"

@@ -100,6 +100,10 @@ class Inspector(_ModelAdmin):
         """All of them, with the clock that their states are computed by."""
         raise NotImplementedError
 
+    def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
+        """Those that say whose tenure would end."""
+        raise NotImplementedError
+
     def may(self, request: HttpRequest, what: str) -> bool:
         """Whether the user has that permission of ours, and may see locks."""
         return self.has_view_permission(request) and request.user.has_perm(f"dblock.{what}_lock")
@@ -109,6 +113,7 @@ class Inspector(_ModelAdmin):
             raise PermissionDenied
 
     def _page(self, request: HttpRequest, template: str, title: str, **context: Any) -> TemplateResponse:
+        request.current_app = self.admin_site.name  # whose addresses `url` makes
         known = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, "title": title}
         return TemplateResponse(request, f"admin/dblock/lock/{template}.html", {**known, **context})
 
@@ -155,7 +160,7 @@ class Inspector(_ModelAdmin):
         row = self.get_object(request, key)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, printable(key))  # type: ignore[attr-defined,no-any-return]
-        back = reverse("admin:dblock_lock_change", args=[quote(key)])
+        back = self._address("change", quote(key))
         but = ""
         if end is administration.force_release and pinned_of(row):
             but = _("A transaction pins this key: nobody can take it before that ends, whatever becomes of the lock.")
@@ -171,7 +176,15 @@ class Inspector(_ModelAdmin):
                     messages.warning(request, but)
                 self.log_change(request, row, log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
-        names = ("shown_key", "state", *(["pinned_by"] if but else []), "holder", "shown_label", "held_for", "fence")
+        names = (
+            "shown_key",
+            "state",
+            *(["pinned_by"] if but else []),
+            "holder",
+            "shown_label",
+            "held_for",
+            "shown_fence",
+        )
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
         return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, but=but, **words)
 
@@ -187,6 +200,10 @@ class Inspector(_ModelAdmin):
             messages.error(request, str(error))
         return False
 
+    def _address(self, page: str, *names: str) -> str:
+        """Of a page of this site: a project may have several."""
+        return reverse(f"admin:dblock_lock_{page}", args=names, current_app=self.admin_site.name)
+
     def _shown(self, row: Lock, name: str) -> Any:
         """A column's value, as the list has it."""
         column = getattr(self, name, None)
@@ -197,7 +214,7 @@ class Inspector(_ModelAdmin):
     def reap_view(self, request: HttpRequest) -> HttpResponse:
         """Delete what nobody uses any more."""
         self._demand(request, "reap")
-        back = reverse("admin:dblock_lock_changelist")
+        back = self._address("changelist")
         if request.method == "POST":
             reaping = Reaping()
             if store_for(default_alias()).renewable:

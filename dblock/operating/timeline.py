@@ -40,6 +40,18 @@ class Stretch(NamedTuple):
     words: str
 
 
+class Holding(NamedTuple):
+    """Who has a key."""
+
+    identity: Identity
+    label: str
+    fence: int
+    age: float
+    """Seconds since the tenure began."""
+    over: float
+    """Seconds since its lease has ended; 0 if it lasts."""
+
+
 class Bar(NamedTuple):
     """A stretch in the picture."""
 
@@ -65,11 +77,8 @@ class Timeline(NamedTuple):
     axis: int
 
 
-def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float, float] | None) -> Timeline | None:
-    """The picture of a key's last events, the latest first; None if there is nothing to be seen.
-
-    `held`: who has it, by which fence, since how many seconds; and for how many the lease has been over.
-    """
+def timeline(events: Sequence[EventInfo], held: Holding | None) -> Timeline | None:
+    """The picture of a key's last events, the latest first; None if there is nothing to be seen."""
     stretches = _stretches(events, held)
     if not stretches:
         return None
@@ -102,44 +111,44 @@ def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float, floa
     return Timeline(WIDTH, axis + AXIS, summary, lanes, bars, [*ticks, (float(WIDTH), _("now"), "end")], axis)
 
 
-def _stretches(events: Sequence[EventInfo], held: tuple[Identity, int, float, float] | None) -> list[Stretch]:
+def _stretches(events: Sequence[EventInfo], held: Holding | None) -> list[Stretch]:
     found, ended = [], set[tuple[int, str]]()
     if held is not None:
-        identity, fence, age, over = held
-        ended.add((fence, str(identity)))
+        over, age = held.over, held.age
+        ended.add((held.fence, str(held.identity)))
         words = _("had it until its lease ended, %s ago") % span(over) if over else _("has it now, for %s") % span(age)
-        found.append(_stretch(identity, "open" if over else "held", age, over, words))
+        found.append(_stretch(held, "open" if over else "held", age, over, words))
 
     def next_began(fence: int) -> float:
         return max((each.age for each in events if each.kind == "acquired" and each.fence > fence), default=0.0)
 
     for event in events:
-        begun, who = event.age + event.seconds, event.identity
+        begun, who = event.age + event.seconds, str(event.identity)
         match event.kind:
             case "released":
-                ended.add((event.fence, str(who)))
-                found.append(_stretch(who, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
+                ended.add((event.fence, who))
+                found.append(_stretch(event, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
             case "lost":
-                ended.add((event.fence, str(who)))
+                ended.add((event.fence, who))
                 long = truly_held(event, events)
-                found.append(_stretch(who, "lost", begun, begun - long, _("had it for %s, and lost it") % span(long)))
+                found.append(_stretch(event, "lost", begun, begun - long, _("had it for %s, and lost it") % span(long)))
             case "gave_up":
                 words = _("waited for %s in vain") % span(event.seconds)
-                found.append(_stretch(who, "gave_up", begun, event.age, words))
+                found.append(_stretch(event, "gave_up", begun, event.age, words))
             case "acquired":
-                if (event.fence, str(who)) not in ended:
+                if (event.fence, who) not in ended:
                     words = _("had it; the end was not recorded")
-                    found.append(_stretch(who, "open", event.age, next_began(event.fence), words))
+                    found.append(_stretch(event, "open", event.age, next_began(event.fence), words))
                 if event.detail in {"waited", "handed_over"}:
                     words = _("waited for %s") % span(event.seconds)
-                    found.append(_stretch(who, "waited", begun, event.age, words))
+                    found.append(_stretch(event, "waited", begun, event.age, words))
             case _:
                 pass
     return found
 
 
-def _stretch(identity: Identity, kind: str, begun: float, ended: float, words: str) -> Stretch:
-    name = named(identity)
+def _stretch(whose: Holding | EventInfo, kind: str, begun: float, ended: float, words: str) -> Stretch:
+    name = ", ".join(filter(None, (printable(whose.label), named(whose.identity))))
     return Stretch(name, kind, max(begun, ended), max(ended, 0.0), f"{name}: {words}")
 
 
@@ -150,14 +159,14 @@ def _short(name: str) -> str:
 def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
     """Events as a table shows them."""
     kinds = {
-        "acquired": pgettext("lock", "taken"),
+        "acquired": pgettext("lock", "acquired"),
         "gave_up": pgettext("lock", "gave up"),
-        "released": pgettext("lock", "given back"),
+        "released": pgettext("lock", "released"),
         "lost": pgettext("lock", "lost"),
-        "at_risk": pgettext("lock", "renewed late"),
-        "forced": pgettext("lock", "freed by force"),
-        "reaped": pgettext("lock", "tidied up"),
-        "omitted": pgettext("lock", "not recorded"),
+        "at_risk": pgettext("lock", "at risk"),
+        "forced": pgettext("lock", "forced"),
+        "reaped": pgettext("lock", "reaped"),
+        "omitted": pgettext("lock", "omitted"),
     }
     lengths = {
         "acquired": _("waited %s"),

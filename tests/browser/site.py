@@ -113,7 +113,8 @@ def world(now: datetime | None = None) -> None:
     for ago, kind, seconds, detail, fence, (host, pid, who) in happened:
         columns = {"kind": kind, "seconds": seconds, "detail": detail, "fence": fence, "host": host, "pid": pid, **who}
         moment = now - timedelta(seconds=ago)
-        LockEvent.objects.create(lock_key="stock:42", label="", happened_at=moment, **columns)
+        label = "order 1107" if who is web else "restock from supplier"
+        LockEvent.objects.create(lock_key="stock:42", label=label, happened_at=moment, **columns)
     for ticket, (waited, host) in enumerate(((141, "web-1"), (95, "web-2"), (8, "worker-2")), start=1):
         joined, expires = now - timedelta(seconds=waited), now + timedelta(seconds=600)
         columns = {"owner": f"x{ticket}", "ticket": ticket, "ttl": 600, "label": "order 1107", "channel": ""}

@@ -211,7 +211,7 @@ def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: A
 def test_a_min_hold_is_said_to_be_one(either: Subject, actor: Actor, other: Actor) -> None:
     """It is no holder who could die."""
     actor.within(either.lock("k", min_hold=20))
-    with pytest.raises(LockTimeout, match=r"who has given it back; its min_hold ends \d+\.\d s from now"):
+    with pytest.raises(LockTimeout, match=r"who has released it; its min_hold ends \d+\.\d s from now"):
         other.within(either.lock("k", timeout=0))
 
 

@@ -11,15 +11,17 @@ from unittest.mock import patch
 from urllib import parse
 
 import pytest
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.db import connections
 from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
+from django.urls import path
 from django.utils import timezone
 
 from dblock import LockLost, LockStoreError, db_lock, db_rwlock, db_semaphore
-from dblock.admin import MANY, STATES
+from dblock.admin import MANY, STATES, LockAdmin
 from dblock.core import runtime
 from dblock.core.protocol.drive import drive
 from dblock.core.share_keys import end_key
@@ -29,7 +31,7 @@ from dblock.models import Lock, LockEvent, Waiter
 from dblock.operating import administration, inspector
 from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.inspector import QUEUED
-from dblock.operating.timeline import timeline, told
+from dblock.operating.timeline import Holding, timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, run
 from tests.django.test_app import Everything
@@ -128,6 +130,74 @@ def test_the_list_and_the_details_of_any_key(site: Site) -> None:
     for absent in ("Force release", "Ask for it back", "Tidy up", 'name="action"', "deletelink"):
         assert absent not in free
         assert absent not in page(client, change("stock:42"))
+
+
+def test_a_key_that_nobody_holds(site: Site) -> None:
+    """Who held it last, and when it was released; nothing that reads as if it were held."""
+    client = site.user("view_lock")
+    with site.lock("k", label="nightly"):
+        held = page(client, change("k"))
+    free = page(client, change("k"))
+    for name in ("shown_label", "shown_host", "shown_pid", "held_for", "acquired", "expires"):
+        assert f"field-{name}" in held
+        assert f"field-{name}" not in free
+    [last] = re.findall(r'field-last_held_by.*?<div class="readonly">(.*?)</div>', free, re.DOTALL)
+    assert last.startswith("<b>nightly</b>")
+    assert re.search(r'field-released.*?<div class="readonly">[0-9.]+ s ago</div>', free, re.DOTALL)
+
+
+def test_numbers_are_names(site: Site) -> None:
+    """Fences and process ids are not grouped where the site groups numbers: they are copied into commands."""
+    client = site.user(*PERMISSIONS)
+    with override_settings(USE_THOUSAND_SEPARATOR=True), site.lock("k") as lock:
+        run(_name(site), "UPDATE locks SET pid = 1234567")
+        for what in ("change", "release"):
+            text = page(client, change("k", what))
+            assert f">{lock.fence}<" in text
+            assert "1,234" not in text
+            assert "1234567" in text
+
+
+def test_after_a_hand_over(site: Site) -> None:
+    """The first lease is that of the place in the queue: it is shown as a whole one, and the meter is full."""
+    client = site.user("view_lock")
+    with site.lock("k", ttl=600):
+        run(
+            _name(site),
+            f"UPDATE locks SET expires_at = {SOON[_name(site)].format(60)}"
+            if _name(site) != "sqlite"
+            else "UPDATE locks SET expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', '+60 seconds')",
+        )
+        for text in (page(client, LIST), page(client, change("k"))):
+            assert re.search(r"(60|5\d) s of (1 min 0 s|60 s) \(handed over\)", text)
+            assert re.search(r'max="6\d\.\d+"', text)
+
+
+class _Two:
+    """A project with two admin sites."""
+
+    second = admin.AdminSite("second")
+    second.register(Lock, LockAdmin)
+    urlpatterns = [path("admin/", admin.site.urls), path("second/", second.urls)]  # noqa: RUF012 - as Django has it
+
+
+def test_a_site_leads_to_itself(site: Site) -> None:
+    """Each page's links, and where its forms lead to: not to the site that is called `admin`."""
+    client = site.user(*PERMISSIONS)
+    with override_settings(ROOT_URLCONF=_Two):
+        lock = site.lock("k", ttl=600, label="mine")
+        assert lock.acquire()
+        for name in ("", "waiters/", "events/", "reap/", "k/change/", "k/release/", "k/revoke/"):
+            text = page(client, f"/second/dblock/lock/{name}")
+            assert "/second/dblock/lock/" in text
+            assert 'href="/admin/' not in text, name
+        asked = {"fence": lock.fence, "reason": "enough"}
+        for name in ("revoke", "release", "release"):
+            answer = client.post(f"/second/dblock/lock/k/{name}/", asked)
+            assert answer["Location"] == "/second/dblock/lock/k/change/"
+        assert client.post("/second/dblock/lock/reap/")["Location"] == "/second/dblock/lock/"
+        with pytest.raises(LockLost):
+            lock.release()
 
 
 def test_keys_that_are_closed_after_a_failover(site: Site) -> None:
@@ -489,7 +559,7 @@ def test_what_happened_is_told(site: Site) -> None:
             runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
     details, everything = page(client, change("a/b")), page(client, f"{LIST}events/")
     for text in (details, everything):
-        assert "<td>given back</td>" in text
+        assert "<td>released</td>" in text
         assert "&lt;i&gt;tea&lt;/i&gt;" in text
         assert "<i>tea" not in text
     assert 'class="dblock-held"' in details
@@ -521,7 +591,7 @@ def test_a_loss_that_was_noticed_late() -> None:
         EventInfo("k", "acquired", 8, 5.0, 0.0, "free", "", next_),
         EventInfo("k", "acquired", 7, 13.0, 0.0, "free", "", loser),
     ]
-    drawn = timeline(happened, (next_, 8, 5.0, 0.0))
+    drawn = timeline(happened, Holding(next_, "", 8, 5.0, 0.0))
     assert drawn is not None
     held, lost = sorted(drawn.bars, key=lambda bar: bar.kind)
     assert (held.kind, lost.kind) == ("held", "lost")
@@ -540,12 +610,25 @@ def test_a_loss_that_was_noticed_before_the_next_one_began() -> None:
 def test_a_tenure_whose_lease_has_ended() -> None:
     """It is not drawn as if its holder were still at it."""
     dead = Identity("h", 1, "", "", "")
-    drawn = timeline([EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)], (dead, 7, 300.0, 240.0))
+    drawn = timeline([EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)], Holding(dead, "", 7, 300.0, 240.0))
     assert drawn is not None
     [bar] = drawn.bars
     assert bar.kind == "open"
     assert bar.x + bar.width < drawn.width * 0.5
     assert "until its lease ended, 4 min 0 s ago" in bar.words
+
+
+def test_whose_lane_it_is() -> None:
+    """That of a label, where there is one; two holders with one label have a lane each."""
+    one, two = Identity("h", 1, "", "", ""), Identity("h", 2, "", "", "")
+    happened = [
+        EventInfo("k", "released", 9, 1.0, 1.0, "", "", two),
+        EventInfo("k", "released", 8, 3.0, 1.0, "", "nightly", two),
+        EventInfo("k", "released", 7, 5.0, 1.0, "", "nightly", one),
+    ]
+    drawn = timeline(happened, None)
+    assert drawn is not None
+    assert [short for short, *_ in drawn.lanes] == ["h pid 2", "nightly, h pid 2", "nightly, h pid 1"]
 
 
 def test_holders_that_there_is_no_room_for() -> None:
@@ -728,6 +811,13 @@ def test_one_that_waits_for_readers_or_permits(site: Site, database: str) -> Non
             _ = run(database, f"UPDATE locks SET {columns}")
             assert 'data-state="waiting"' in page(client, LIST, state="waiting")
             assert "0 locks" in page(client, LIST, state="held")
+            listed, details = page(client, LIST), page(client, change("k"))
+            for column in ("held_by", "held_for", "time_left"):
+                assert re.search(f'class="field-{column}[^"]*"[^>]*>–<', listed), column
+                assert f"field-{column}" not in details
+            assert re.search(r'class="field-waiters[^"]*"[^>]*>1<', listed)
+            assert "field-next_to_enter" in details
+            assert ">next to enter</th>" in page(site.user(*PERMISSIONS), change("k", "release"))
         _ = run(database, "UPDATE locks SET kind = 1, awaiting_fence = 0")
         assert 'data-state="held"' in page(client, LIST, state="held")
         _ = run(database, "UPDATE locks SET kind = 0")

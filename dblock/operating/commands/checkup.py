@@ -160,7 +160,7 @@ def probe(context: Context) -> Seen:
         with context.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None):
             taken = time.monotonic()
         took, gave = 1000 * (taken - began), 1000 * (time.monotonic() - taken)
-        yield True, f"a key was taken ({took:.1f} ms) and given back ({gave:.1f} ms)"
+        yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
     except LockTimeout as error:
         if not _closed(context):  # else `failover` says so
             yield False, str(error)

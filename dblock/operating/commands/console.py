@@ -126,7 +126,7 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         "count": info.count,
         "ttl": info.ttl,
         "handed_over_for": None if info.handed_over is None else round(info.handed_over, 6),
-        "held_for": round(info.age + min(info.remaining, 0.0), 6) if info.owner else None,
+        "held_for": round(info.age + min(info.remaining, 0.0), 6) if info.owner and not info.waits else None,
         "remaining": None if info.owner is None else round(info.remaining, 6),
         "waiters": row.waiters,
         "label": info.label,
@@ -179,16 +179,17 @@ HEADER = ("KEY", "STATE", "HELD FOR", "LEFT", "WAITERS", "HOLDER", "LABEL")
 def lock_row(row: Surveyed) -> tuple[str, ...]:
     """A line of `HEADER`'s table."""
     info = row.info
-    waiting = str(row.waiters) if row.waiters else "-"
-    if row.state in {"free", "shared"}:
+    waiting = str(row.waiters + info.waits or "-")  # the next to enter waits too
+    if row.state in {"free", "shared", "waiting"}:
         return (info.key, row.state, "-", "-", waiting, "-", "-")
-    who = (str(info.identity), info.label or "-")
     if info.state == "free":
-        return (info.key, row.state, "-", f"given back {span(-info.remaining)} ago", waiting, *who)
+        return (info.key, row.state, "-", f"released {span(-info.remaining)} ago", waiting, "-", "-")
     left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
-    held_for = "-" if row.state == "closed" else span(info.age + min(info.remaining, 0.0))
+    if row.state == "closed":
+        return (info.key, row.state, "-", left, waiting, "-", "-")
+    held_for = span(info.age + min(info.remaining, 0.0))
     held_for = held_for if info.handed_over is None else f"detached {span(info.handed_over)} ago"
-    return (info.key, row.state, held_for, left, waiting, *who)
+    return (info.key, row.state, held_for, left, waiting, str(info.identity), info.label or "-")
 
 
 def pins_of(pinned: Pinned) -> list[str]:

@@ -130,7 +130,9 @@ _BEGIN: Final = (
 def _story(info: LockInfo) -> str:
     _, state, since, left, *_ = lock_row(Surveyed(info, 0))
     label = f' "{info.label}"' if info.label else ""
-    held = f"held by {info.identity}{label} for {since}" if info.owner else f"given back by {info.identity}{label}"
+    if info.waits:
+        return printable(f"waited for by {info.identity}{label} for {span(info.age)} (fence {info.fence})")
+    held = f"held by {info.identity}{label} for {since}" if info.owner else f"released by {info.identity}{label}"
     return printable(f"{held} ({state}, {left} left, fence {info.fence})")
 
 

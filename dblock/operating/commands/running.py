@@ -154,7 +154,7 @@ def _run(lock: SyncLocks, options: Namespace, pipe: _Pipe) -> int:
         complain(f"{error}{child.end}")
         return NOT_ENDED if child.refused else LOST
     except LockError as error:
-        complain(f"the command has ended with {status}, and the lock could not be given back: {error}")
+        complain(f"the command has ended with {status}, and the lock could not be released: {error}")
     return status
 
 

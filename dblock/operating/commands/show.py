@@ -38,7 +38,7 @@ from dblock.operating.commands.context import Context
 _MORE = {
     "pinned": ": nobody can take the key until a transaction ends, whatever the lease says",
     "shared": ": readers hold it, or permits are in use; each has a row of its own, below",
-    "closed": ": it was given back, and its min_hold is not over",
+    "closed": ": it was released, and its min_hold is not over",
     "in hand-over": ": nobody holds it until its token is used",
 }
 """What is said of a state."""
@@ -145,22 +145,24 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
         facts += [("not known", surveyed.pinned.hidden)] if surveyed.pinned.hidden else []
     facts.append(("fence", str(info.fence)))
     if info.state == "free":
-        return [
-            *facts,
-            ("last held by", str(info.identity)),
-            ("free since" if surveyed.state == "free" else "given back", f"{span(-info.remaining)} ago"),
-            ("waiters", row[4]),
-        ]
+        if surveyed.state != "shared" and info.kind != KeyKind.SEMAPHORE:  # whose holders have rows of their own
+            facts += [("last held by", str(info.identity)), ("released", f"{span(-info.remaining)} ago")]
+        return [*facts, ("waiters", row[4])]
     who, since = {
         "waiting": ("next", "waiting for"),
         "closed": ("last held by", "held for"),
         "in hand-over": ("detached by", "since"),
     }.get(surveyed.state, ("holder", "held for"))
+    left, whole = row[3], info.age + info.remaining
+    if surveyed.state == "expired":
+        left += ": anybody may take the key"
+    elif surveyed.state == "held" and whole < info.ttl * 0.99:  # that of its place in the queue, until it is renewed
+        left += f" of {span(whole)}: it was handed over; its first renewal makes that {span(info.ttl)}"
     facts += [
         (who, str(info.identity)),
         ("label", info.label or "-"),
-        (since, row[2]),
-        ("left", row[3] + (": anybody may take the key" if surveyed.state == "expired" else "")),
+        (since, span(info.age) if info.waits else row[2]),
+        ("left", left),
     ]
     facts += [("ttl", f"{info.ttl:g} s"), ("entries", str(info.count)), ("waiters", row[4])]
     if info.renewed is not None:
