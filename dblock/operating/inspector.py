@@ -176,15 +176,7 @@ class Inspector(_ModelAdmin):
                     messages.warning(request, but)
                 self.log_change(request, row, log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
-        names = (
-            "shown_key",
-            "state",
-            *(["pinned_by"] if but else []),
-            "holder",
-            "shown_label",
-            "held_for",
-            "shown_fence",
-        )
+        names = ("shown_key", "state", *(["pinned_by"] if but else []), *self.fields_of_owner(row), "shown_fence")
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
         return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, but=but, **words)
 

@@ -43,7 +43,7 @@ def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.Monk
         page = look()
         page.goto(f"{STOCK}change/")
         expect(page.locator("#queue tbody tr")).to_have_count(1)
-        expect(page.locator(".fieldBox.field-pid")).to_contain_text(str(holder.process.pid))
+        expect(page.locator(".fieldBox.field-shown_pid")).to_contain_text(str(holder.process.pid))
         page.get_by_role("link", name="Force release").click()
         expect(page.locator(".dblock-facts")).to_contain_text(f"pid {holder.process.pid} on")
         late = page.context.new_page()
@@ -54,7 +54,7 @@ def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.Monk
         page.get_by_role("button", name="Yes").click()
         expect(said(page)).to_contain_text("The lock on “stock:42” was released.")
         assert waiting.result(5) is True
-        expect(page.locator(".fieldBox.field-pid")).to_contain_text(str(os.getpid()))
+        expect(page.locator(".fieldBox.field-shown_pid")).to_contain_text(str(os.getpid()))
         with pytest.raises(RemoteError, match="LockLost.*freed by somebody .ann: it hangs"):
             holder.do("lock.verify()")
         assert holder.do("lock.state") == "lost"

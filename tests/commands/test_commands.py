@@ -544,10 +544,35 @@ def test_a_key_that_min_hold_keeps_closed(one: Shell) -> None:
     [told] = json.loads(one("ls", "--json").stdout)
     assert (told["state"], told["held_for"], told["remaining"] > 10) == ("closed", None, True)
     shown = one("show", "k").stdout
-    assert "state:        closed: it was given back, and its min_hold is not over" in shown
+    assert "state:        closed: it was released, and its min_hold is not over" in shown
     assert re.search(rf"^last held by: .* pid {os.getpid()}", shown, re.MULTILINE)
     assert one("release", "--yes", "k").returncode == 0
     assert "state:        free\n" in one("show", "k").stdout
+
+
+def test_the_next_to_enter_is_no_holder(one: Shell) -> None:
+    """Of a semaphore without a free permit: it waits as others do, and `show` says who it is."""
+    with one.lock("k", label="mine"):
+        one.run("UPDATE locks SET kind = 2")
+        assert re.search(r"^k +waiting +- +- +1 +- +-$", one("ls").stdout, re.MULTILINE)
+        [row] = json.loads(one("ls", "--json").stdout)
+        assert (row["state"], row["held_for"]) == ("waiting", None)
+        [snapshot] = one("top", "--json", "--count", "1").stdout.splitlines()
+        assert [json.loads(snapshot)[name] for name in ("held", "waiting")] == [0, 1]
+        shown = one("show", "k").stdout
+        assert re.search(r"^next: .* pid", shown, re.MULTILINE)
+        assert re.search(r"^waiting for: +\d", shown, re.MULTILINE)
+        assert "holder:" not in shown
+        one.run("UPDATE locks SET kind = 0")
+
+
+def test_the_first_lease_after_a_hand_over(one: Shell) -> None:
+    """It is that of the place in the queue, which is short: `show` says so."""
+    with one.lock("k"):
+        one.run("UPDATE locks SET ttl = 600")
+        left = re.search(r"^left: +(.*)$", one("show", "k").stdout, re.MULTILINE)
+        assert left is not None
+        assert re.fullmatch(r"[23]\d s of 30 s: it was handed over; its first renewal makes that 10 min 0 s", left[1])
 
 
 def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
@@ -575,7 +600,7 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         shown = one("show", "k").stdout
         assert "kind:         a read-write lock" in shown
         assert "state:        shared: readers hold it" in shown
-        assert re.search(r"^given back: .* ago$", shown, re.MULTILINE)
+        assert "last held by" not in shown, "each holder has a row of its own"
         names = re.findall(r"^(k \(reader [0-9a-f]+\))", shown, re.MULTILINE)
         assert len(names) == 2
         told = json.loads(one("show", "s", "--json").stdout)

@@ -100,7 +100,7 @@ def _held(rows: list[Surveyed]) -> int:
 def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
     return {
         "held": _held(rows),
-        "waiting": sum(row.waiters for row in rows),
+        "waiting": sum(row.waiters + row.info.waits for row in rows),
         "tenures_per_second": round(rates.rate(), 2),
         "locks": [{**lock_json(row), "tenures_per_second": round(rates.rate(row.info.key), 2)} for row in rows],
     }
@@ -111,7 +111,7 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    held, waiting = _held(rows), sum(row.waiters for row in rows)
+    held, waiting = _held(rows), sum(row.waiters + row.info.waits for row in rows)
     head = Text.assemble(
         ("dblock top", "bold"),
         f"  {printable(context.where)}  {time.strftime('%H:%M:%S')}\n",
@@ -142,8 +142,10 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
 def _short_row(row: Surveyed) -> list[str]:
     """Where there is little room: times in one unit, and the holder's program first, without its thread."""
     info = row.info
-    key, state, *_, waiting, _, _ = lock_row(row)
-    who = f"{info.identity.program} {info.identity.pid} {info.identity.host}"
-    times = [info.age + min(info.remaining, 0.0), info.remaining]
-    held_for, left = (" ".join(parts(abs(each))[0]) for each in times)
-    return [key, state, held_for, f"-{left}" if info.remaining < 0 else left, waiting, who]
+    key, state, held_for, left, waiting, holder, _ = lock_row(row)
+    if holder != "-":
+        holder = f"{info.identity.program} {info.identity.pid} {info.identity.host}"
+        times = [info.age + min(info.remaining, 0.0), info.remaining]
+        held_for, left = (" ".join(parts(abs(each))[0]) for each in times)
+        left = f"-{left}" if info.remaining < 0 else left
+    return [key, state, held_for, left, waiting, holder]
