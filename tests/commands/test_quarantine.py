@@ -47,7 +47,7 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     assert re.search(r"promoted \d\d s ago: keys open in \d+ s", shown.stdout)
     assert 0 < json.loads(shell("quarantine", "--json").stdout)["opens_in"] < 27
     assert "promoted " in shell("ls").stderr
-    [found] = findings(closed, "failover")["failover"]
+    [found] = findings(closed, "quarantine")["quarantine"]
     assert (found.level, "quarantine --end" in found.hint) == (Level.WARNING, True)
     assert "probe" not in findings(closed, "probe"), "nor does the doctor say that a key cannot be taken"
     with pytest.raises(LockTimeout, match=r"promoted \d\d s ago: keys open in \d+ s"), db_lock(engine, "k", timeout=0):

@@ -90,20 +90,6 @@ def _ask(context: Context, **by_kind: str) -> Rows:
     return context.query(sql) if sql else []
 
 
-def _settings(context: Context) -> dict[str, str]:
-    """The settings of a server."""
-    home = "/*M! information_schema */ /*!80017 performance_schema */ .global_variables"
-    rows = _ask(
-        context,
-        postgresql="SELECT name, setting FROM pg_settings",
-        mysql=f"SELECT lower(variable_name), variable_value FROM {home}",
-    )
-    return {str(name): str(value) for name, value in rows}
-
-
-# -- can it work at all?
-
-
 def reachable(context: Context) -> Seen:
     """The database answers."""
     began = time.monotonic()
@@ -129,16 +115,12 @@ def rights(context: Context) -> Seen:
     yield True, "all three can be written"
 
 
-# -- does it promise what it should?
-
-
 def replication(context: Context) -> Seen:
     """Standbys that takes wait for are there."""
-    settings = _settings(context)
-    names, commit = settings.get("synchronous_standby_names"), settings.get("synchronous_commit")
-    if names and commit != "local":  # `off` is `on` for what must not be lost: the statements say so
-        [[count]] = context.query("SELECT count(*) FROM pg_stat_replication")
-        yield int(count) > 0, f"every take waits for standbys ({names}), of which {count} are connected"
+    commit, names = "current_setting('synchronous_commit')", "current_setting('synchronous_standby_names')"
+    standbys = f"SELECT {names}, count(pid) FROM pg_stat_replication HAVING {commit} <> 'local' AND {names} <> ''"
+    for name, count in _ask(context, postgresql=standbys):  # `off` is `on` for what must not be lost
+        yield int(count) > 0, f"every take waits for standbys ({name}), of which {count} are connected"
 
 
 def _closed(context: Context) -> str:
@@ -147,7 +129,7 @@ def _closed(context: Context) -> str:
     return str(closed) if closed is not None and closed.opens_in > 0 else ""
 
 
-def failover(context: Context) -> Seen:
+def quarantine(context: Context) -> Seen:
     """Keys are open."""
     if closed := _closed(context):
         yield False, f"the server was {closed}"
@@ -162,7 +144,7 @@ def probe(context: Context) -> Seen:
         took, gave = 1000 * (taken - began), 1000 * (time.monotonic() - taken)
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
     except LockTimeout as error:
-        if not _closed(context):  # else `failover` says so
+        if not _closed(context):  # else `quarantine` says so
             yield False, str(error)
 
 
@@ -186,17 +168,7 @@ WHERE table_schema = {where} AND table_name = CONCAT('{names.prefix}', 'lock', '
         yield str(name).endswith(("_nopad_bin", "utf8mb4_0900_bin")), f"keys are compared by {name}"
 
 
-def durability(context: Context) -> Seen:
-    """What was answered outlives a crash; nodes of Galera have it from each other."""
-    settings = _settings(context)
-    safe = {"fsync": "on", "full_page_writes": "on", "innodb_flush_log_at_trx_commit": "1 3", "sync_binlog": "1"}
-    if settings.get("log_bin") == "OFF":
-        del safe["sync_binlog"]
-    for name in sorted(safe.keys() & settings.keys()) if settings.get("wsrep_on") != "ON" else ():
-        yield settings[name] in safe[name].split(), f"{name} = {settings[name]}"
-
-
-def listen(context: Context) -> Seen:
+def pooler(context: Context) -> Seen:
     """The database notifies waiters."""
     if context.store.database.dialect.queue.call is None:
         return
@@ -207,19 +179,14 @@ def listen(context: Context) -> Seen:
         return
     with contextlib.closing(subscription):
         sent = _ask(context, postgresql=f"SELECT pg_notify('{channel}', 'x')")
-        heard, until = not sent, time.monotonic() + 2.0  # the listener of MySQL has been tried
-        while not heard and time.monotonic() < until:
-            heard = bool(subscription.listen(0.5))
+        heard = not sent or any(subscription.listen(0.5) for _ in range(4))  # the listener of MySQL has been tried
     yield heard, "the database notifies waiters" if heard else "a NOTIFY did not arrive within 2 s"
 
 
-def sqlite(context: Context) -> Seen:
+def journal_mode(context: Context) -> Seen:
     """The file has a write-ahead log."""
     for (mode,) in _ask(context, sqlite="PRAGMA journal_mode"):
         yield mode == "wal", f"the journal mode is {mode}"
-
-
-# -- what is going on?
 
 
 def sessions(context: Context) -> Seen:
@@ -247,7 +214,7 @@ def pinned(context: Context) -> Seen:
             yield False, f"nobody holds {key!r}, and nobody can take it ({last}): {'; '.join(pins_of(row.pinned))}"
 
 
-def holders(context: Context) -> Seen:
+def old_holders(context: Context) -> Seen:
     """No holder has died with its key."""
     ended = [repr(printable(row.info.key)) for row in context.survey() if row.state == "expired"]
     if ended:
@@ -265,7 +232,7 @@ CHECKS: Final = (
         tables,
         Level.ERROR,
         "A table is missing, of another version of dblock, or another application's",
-        "manage.py migrate, create_tables(engine), or `dblock schema`. Documentation: Databases, The tables.",
+        "{command} schema prints them as they should be. Documentation: Databases, The tables.",
     ),
     Check(
         rights,
@@ -280,7 +247,7 @@ CHECKS: Final = (
         "Start one, or set synchronous_standby_names = '' until it is back. Documentation: Clusters and failover.",
     ),
     Check(
-        failover,
+        quarantine,
         Level.WARNING,
         "Until then leases may be out there that this server does not know",
         "Wait. If the old primary is dead and had sent everything: {command} quarantine --end",
@@ -299,18 +266,12 @@ CHECKS: Final = (
         "ALTER the columns to utf8mb4_0900_bin (MySQL) or utf8mb4_nopad_bin (MariaDB), as migrate makes them.",
     ),
     Check(
-        durability,
-        Level.ERROR,
-        "A crash may lose what was answered, and let two holders in",
-        "Set it to on (PostgreSQL) or 1 (MySQL, MariaDB), also in the server's configuration.",
-    ),
-    Check(
-        listen,
+        pooler,
         Level.WARNING,
         "Waiters on other machines poll, up to once a second",
         "Connect directly, without a pooler in transaction mode, and with LISTEN on. Documentation: Waiting.",
     ),
-    Check(sqlite, Level.WARNING, "Commits are slow, and readers block writers", "PRAGMA journal_mode=WAL, once."),
+    Check(journal_mode, Level.WARNING, "Commits are slow, and readers block writers", "PRAGMA journal_mode=WAL, once."),
     Check(sessions, Level.NOTE, "", ""),
     Check(
         pinned,
@@ -319,7 +280,7 @@ CHECKS: Final = (
         "Its work is rolled back then. Documentation: Fences, A guard whose holder hangs.",
     ),
     Check(
-        holders,
+        old_holders,
         Level.NOTE,
         "Their holders died, or worked for longer than renew=False or max_hold allowed; the keys are free",
         "{command} show KEY names the last holder.",
