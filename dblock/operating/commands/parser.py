@@ -20,11 +20,11 @@ Verb = Callable[[Context, Namespace], int]
 
 _STATUS = f"""\
 exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the lock was not free in time
-(--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 77 if it was lost, and the
-command could not be ended; 69 if the database failed; 126 or 127 if the command cannot be run, or found. A command that
-runs as another user (`run KEY -- sudo CMD`) cannot be ended and is sent no signals, unless `run` is root: run dblock
-itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_SEQUENCER in its
-environment, and DBLOCK_SLOT with --permits; a line for each of several keys (one fence above them all)."""
+(--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 69 if the database failed;
+126 or 127 if the command cannot be run, or found. A command that runs as another user (`run KEY -- sudo CMD`) cannot be
+ended and is sent no signals, unless `run` is root: run dblock itself as that user (`sudo dblock run KEY -- CMD`). The
+command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_SEQUENCER in its environment, and DBLOCK_SLOT with --permits; a line for
+each of several keys (one fence above them all)."""
 
 
 def add_verbs(commands: _SubParsersAction[Any]) -> None:
