@@ -805,7 +805,7 @@ def row_moment(site: Site, key: str) -> float:
 
 def test_one_that_waits_for_readers_or_permits(site: Site, database: str) -> None:
     """The key's row shows it as the next, not as the holder; in the filter too."""
-    client = site.user("view_lock")
+    client = site.user(*PERMISSIONS)
     with site.lock("k"):
         for columns in ("kind = 1, awaiting_fence = fence", "kind = 2, awaiting_fence = 0"):
             _ = run(database, f"UPDATE locks SET {columns}")
@@ -817,7 +817,7 @@ def test_one_that_waits_for_readers_or_permits(site: Site, database: str) -> Non
                 assert f"field-{column}" not in details
             assert re.search(r'class="field-waiters[^"]*"[^>]*>1<', listed)
             assert "field-next_to_enter" in details
-            assert ">next to enter</th>" in page(site.user(*PERMISSIONS), change("k", "release"))
+            assert ">next to enter</th>" in page(client, change("k", "release"))
         _ = run(database, "UPDATE locks SET kind = 1, awaiting_fence = 0")
         assert 'data-state="held"' in page(client, LIST, state="held")
         _ = run(database, "UPDATE locks SET kind = 0")
