@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, create_engine, make_url
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
@@ -14,11 +17,13 @@ from dblock.core.lock import entering
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.tokens import valid_token
 from dblock.core.values import margin
-from tests.conftest import INNODB, timed
+from sqlalchemy_dblock import db_lock
+from tests.conftest import INNODB, ready, timed, url
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import alive, hold_of, remaining, times, until
+from tests.support.proxy import Proxy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
@@ -355,3 +360,45 @@ def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pyte
     holder.release()
     assert waiting.result(20) is True
     wire.actor.call(lock, "release")
+
+
+@pytest.mark.direct
+def test_an_outage_is_logged_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
+    ready(request, "postgresql")
+    timed(monkeypatch, retry_budget=0.3, waiter_ttl=1.5, listen_after=0.0)
+    where = make_url(url("postgresql"))
+    assert where.port is not None
+    holding = create_engine(where)
+    holder = db_lock(holding, "k")
+    assert holder.acquire()
+    with Proxy(0, where.port) as proxy:
+        engine = create_engine(where.set(port=proxy.port))
+        flows = [threading.Thread(target=wait_and_release, args=(engine,)) for _ in range(5)]
+        with db_lock(engine, "other", ttl=60):
+            for flow in flows:
+                flow.start()
+            time.sleep(1.0)
+            caplog.clear()
+            proxy.refusing = True
+            proxy.cut()
+            time.sleep(4.0)
+            proxy.refusing = False
+            assert until(lambda: "can be used again" in caplog.text, 20)
+        holder.release()
+        for flow in flows:
+            flow.join()
+        engine.dispose()
+    assert not holder.locked()
+    begin, end = (record.getMessage() for record in caplog.records)
+    assert "cannot be used, trying again" in begin
+    assert "can be used again, after" in end
+    assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(where.set(port=proxy.port)), "")), begin
+    holding.dispose()
+
+
+def wait_and_release(engine: Engine) -> None:
+    with db_lock(engine, "k", timeout=40, slow_wait=40):
+        pass

@@ -6,7 +6,14 @@ from typing import Any, Final
 
 from dblock.core.protocol.steps import Sleep, Step, Wait
 
-NO_STORE: Final[Any] = object()
+
+class NoStore:
+    """What the steps of a test are about."""
+
+    name = "nothing but a test"
+
+
+NO_STORE: Final[Any] = NoStore()
 
 
 def no_store() -> Any:

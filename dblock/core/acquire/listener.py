@@ -11,6 +11,7 @@ Rule: a waiter never relies on a notification; without a listener waiters only p
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 
@@ -49,12 +50,17 @@ class Listener:
         )
 
     def _run(self) -> None:
+        told_after = clock.now() + timing.DEFAULT.surely_answered  # an outage is logged for all flows
         try:
             while self._wanted() and not self._unavailable:
                 try:
                     self._listen()
                 except Exception as error:  # noqa: BLE001 - waiters work without it
-                    warn("cannot listen at the database, trying again: %s", error)
+                    if self.ready:
+                        told_after = clock.now() + timing.DEFAULT.surely_answered
+                    elif clock.now() > told_after and not self._store.database.outage:
+                        warn("cannot listen at the database, trying again: %s", " ".join(str(error).split()))
+                        told_after = math.inf
                     self._tell_all(ready=False)
                     self._store.rest(timing.DEFAULT.attention)
         finally:

@@ -56,6 +56,16 @@ _TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states", "lock_e
 
 WAIT_LONGER: Final = "wait longer with timeout=, or see to the holder"
 
+_VERBS: Final = {
+    **{name: name for name in ("take", "release", "renew", "extend", "attach", "detach", "revoke", "reap")},
+    **dict.fromkeys(("create", "read", "take_slot", "set_count", "take_proposed"), "take"),
+    **dict.fromkeys(("leave_read", "leave_slot", "hand_over_local", "end_expired", "free"), "release"),
+    **dict.fromkeys(("join", "announce", "queue_status", "grant", "accept", "adopt_place"), "queue for"),
+    **dict.fromkeys(("first_waiter", "heartbeat", "leave_queue"), "queue for"),
+    "pin": "guard",
+}
+"""What statements do that are not only reading, by their names."""
+
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 """Failures caused by the tables, not by the statement."""
 
@@ -267,5 +277,6 @@ def key_of(step: Execute) -> str | None:
 
 
 def _what(step: Execute) -> str:
-    key = key_of(step)
-    return f"{step.statement.name} {key!r}" if key else step.statement.name
+    """What a statement does, as users know it."""
+    key, verb = key_of(step), _VERBS.get(step.statement.name, "read")
+    return f"{verb} {key!r}" if key else f"{verb} keys"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from dblock.core import clock, timing
 from dblock.core.errors import (
+    LockError,
     LockStoreError,
     PoolExhausted,
     StoreBusy,
@@ -54,6 +55,8 @@ class Database:
     epoch: Epoch = field(default_factory=Epoch)
     quarantine: Callable[[], float] = lambda: QUARANTINE
     """Seconds for which keys are closed after a failover."""
+    outage: dict[str, float] = field(default_factory=dict)
+    """The local time `since` which it cannot be used, if that was logged; `send` logs the end."""
 
     @property
     def store(self) -> Runner:
@@ -70,6 +73,19 @@ class Database:
     def answers(self) -> bool:
         """Whether it has answered a moment ago, so that a missing answer is probably late, not lost."""
         return self.now() - self.latency.answered < self.timing.single_try
+
+    def away(self, error: LockError) -> None:
+        """Log that it cannot be used: once for all flows, until a statement is answered."""
+        now = self.now()
+        if isinstance(error, StoreBusy) and not isinstance(error, StoreLocked):  # a row is, or no connection is free
+            warn("trying again: %s", error)
+        elif self.outage.setdefault("since", now) is now:
+            warn("%s cannot be used, trying again: %s", self.store.name, " ".join(str(error).split()))
+
+    def back(self) -> None:
+        """Log the end of the outage that was logged."""
+        if (since := self.outage.pop("since", None)) is not None:
+            warn("%s can be used again, after %.1f s", self.store.name, self.now() - since)
 
     def before_waiting(self) -> None:
         """Raise a LockError if a wait could not end: LockTimeout in a SQLite transaction, for example."""
@@ -102,15 +118,16 @@ def send(
         sent = database.now()
         try:
             answered = until if answer_by is None else answer_by
-            return sent, (yield from execute(database.store, statement, parameters, answered, location))
+            rows = yield from execute(database.store, statement, parameters, answered, location)
+            if database.outage:
+                database.back()
+            return sent, rows  # noqa: TRY300 - an `else` would not be nearer
         except StoreConflict as conflict:
-            match _policy(statement, conflict):
-                case WhenLocked.SKIP:
-                    return sent, []
-                case WhenLocked.RAISE:
-                    raise
-                case WhenLocked.RETRY:
-                    pass
+            policy = _policy(statement, conflict)
+            if policy is WhenLocked.SKIP:
+                return sent, []
+            if policy is WhenLocked.RAISE:
+                raise
             latest: LockStoreError = conflict
         except StoreUnanswered as unanswered:
             if not resend:
@@ -126,8 +143,8 @@ def send(
         if growing is None:
             growing, quiet_until = pauses(), now + database.timing.retry_budget
         elif now > quiet_until:
-            warn("still trying to %s %r: %s", statement.name, parameters.get("key", ""), _explained(failure, told))
             quiet_until = math.inf  # logged once
+            database.away(_explained(failure, told))
         yield from sleep(database.store, min(next(growing), left))
 
 

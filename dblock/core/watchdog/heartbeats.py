@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dblock.core.errors import LockError, Reason
-from dblock.core.log import warn
 from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
@@ -58,7 +57,7 @@ class Heartbeat:
                 for owner in self._served:
                     self._leave(owner)
         except LockError as error:
-            warn("could not extend the places of %d waiters in queues, trying again: %s", len(self.leases), error)
+            database.away(error)
         finally:
             self.answered = True
 

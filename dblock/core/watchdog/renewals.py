@@ -106,7 +106,9 @@ class Renewal:
                 yield from self._renew(leases[half:], 0.0)
                 return
             # On MySQL a take of the key locks its row for a moment: not logged until the renewal is late.
-            if type(error) is not StoreBusy or any(due.lease.state != "held" for due in leases):
+            if type(error) is not StoreBusy:
+                database.away(error)
+            elif any(due.lease.state != "held" for due in leases):
                 warn("could not renew %d leases, trying again: %s", len(leases), error)
             for lease in (due.lease for due in leases):
                 lease.due = min(lease.due, database.now() + min(1.0, lease.term / 20))
