@@ -23,6 +23,7 @@ from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
+from dblock.core.lock import seldom  # noqa: F401 # pyright: ignore[reportUnusedImport] - see there
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows

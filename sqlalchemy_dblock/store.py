@@ -78,6 +78,7 @@ class EngineStore(BaseStore):
         name, tables = engine.dialect.name, options.tables
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
+        from dblock.core.lock import seldom  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport] - see there
         from dblock.drivers.tried import refuse_untried  # noqa: PLC0415 - once for each engine
 
         refuse_untried(name, engine.dialect.driver, "the engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -167,6 +168,75 @@ with db_lock(engine, "k"), db_lock(engine, "k"):
 print([name for name in sys.modules if "dblock" in name and any(each in name for each in ("observ", "event", "hist"))])
 """
     assert python(code) == "[]"
+
+
+def test_nothing_more_can_be_loaded(tmp_path: Path) -> None:
+    """The code on the disk is gone, or no descriptor is left: a held lock is renewed, waits and errors are the same."""
+    code = f"""
+import contextlib, logging, sys, threading, time
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import LockError, db_lock, db_rwlock, metadata
+engine = create_engine("sqlite:///{tmp_path}/locks.sqlite3")
+metadata.create_all(engine)
+with db_lock(engine, "before"):
+    pass
+class Refused:
+    def find_spec(name, *_):
+        sys.stderr.write(name + "\\n")
+        raise OSError(24, "Too many open files: " + name)
+sys.meta_path.insert(0, Refused)
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+told = []
+def other(use):
+    try:
+        use()
+    except LockError as error:
+        told.append(type(error).__name__)
+def elsewhere(use):
+    thread = threading.Thread(target=other, args=(use,))
+    thread.start()
+    thread.join()
+with db_lock(engine, "k", ttl=0.6) as lock:
+    elsewhere(lambda: db_lock(engine, "k", timeout=1.5).__enter__())
+    elsewhere(lambda: db_rwlock(engine, "k", timeout=0).read().__enter__())
+    elsewhere(lambda: lock.release())
+    lock.check()
+with db_lock(engine, "gone", ttl=0.4):
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE locks")
+    elsewhere(lambda: db_lock(engine, "k", timeout=0).__enter__())
+    with contextlib.suppress(LockError):
+        lock.acquire(timeout=0)
+    time.sleep(0.8)
+    print(told, lock.state, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name])
+    sys.stdout.flush()
+    import os
+    os._exit(0)
+"""
+    told = ["LockTimeout", "WrongKind", "LockNotHeld", "LockStoreError"]
+    assert python(code).splitlines()[-1] == f"{told} None ['dblock watchdog']"
+
+
+def test_what_functions_of_the_core_import_is_loaded_before() -> None:
+    """With the package, or with the first database; asyncio is loaded where a loop runs."""
+    named = set[str]()
+    for path in (ROOT / "dblock" / "core").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ():
+                if isinstance(node, ast.ImportFrom):
+                    inside = [f"{node.module}.{each.name}" for each in node.names]
+                    named.update(each for each in inside if (ROOT / f"{each.replace('.', '/')}.py").exists())
+                    named.add(str(node.module))
+                elif isinstance(node, ast.Import):
+                    named.update(each.name for each in node.names)
+    code = f"""
+import sys
+import sqlalchemy_dblock
+import dblock.core.lock.seldom
+print(sorted({named} - set(sys.modules)))
+"""
+    assert len(named) > 10
+    assert set(ast.literal_eval(python(code))) <= {"asyncio"}
 
 
 def test_without_greenlet(tmp_path: Path) -> None:

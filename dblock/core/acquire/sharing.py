@@ -16,6 +16,7 @@ Rule: what was begun is either returned or left, and the door either kept or han
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -251,8 +252,6 @@ class Sharing:
         return (yield from listed(self.database, self.request.key, most, self.until))
 
     def _end_expired(self, keys: Sequence[str]) -> Steps[int]:
-        import json  # noqa: PLC0415 - seldom needed
-
         parameters = {"names": json.dumps(keys, ensure_ascii=False)}
         _, rows = yield from send(self.database, self.shares.end_expired, parameters, self.until, resend=True)
         if len(rows) < len(keys):
