@@ -204,21 +204,21 @@ def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
     """While the others keep the lock: a majority that has worn down grows again."""
     [actor, _] = place.actors
     lost: list[Any] = []
-    lock = place.lock(ttl=1.5, on_lost=lambda *told: lost.append(told))
+    lock = place.lock(ttl=3, on_lost=lambda *told: lost.append(told))  # renewed each second
     assert actor.call(lock, "acquire") is True
     fence = actor.get(lock, "fence")
     run("postgresql", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
     assert holders() == ["sqlite", "mariadb"]
-    assert until(lambda: holders() == list(THREE), 5)
+    assert until(lambda: holders() == list(THREE), 15)
     assert actor.get(lock, "state") == "held"
     assert min(fences()) >= fence
     run("mariadb", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
-    assert until(lambda: holders() == list(THREE), 5)
-    assert until(lambda: set(actor.get(lock, "answers").values()) == {"granted"}, 3), actor.get(lock, "answers")
+    assert until(lambda: holders() == list(THREE), 15)
+    assert until(lambda: set(actor.get(lock, "answers").values()) == {"granted"}, 15), actor.get(lock, "answers")
     actor.do(lock.check)
     assert not lost
     actor.call(lock, "release")
-    assert until(lambda: holders() == [], 1)  # what was just being taken again is given back behind it
+    assert until(lambda: holders() == [])  # what was just being taken again is given back behind it
 
 
 def test_a_lost_majority_stays_lost(place: Place) -> None:

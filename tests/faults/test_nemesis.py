@@ -14,7 +14,7 @@ from tests.conftest import INNODB
 from tests.support.lab import LONG
 from tests.support.nemesis import MEANT, run
 
-OPERATIONS = int(os.environ.get("OPERATIONS", "200000" if LONG else "20000"))
+OPERATIONS = int(os.environ.get("OPERATIONS", "200000" if LONG else "5000"))
 SEED = int(os.environ.get("SEED", str(random.SystemRandom().getrandbits(30))))
 
 
