@@ -46,8 +46,13 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the local queue for the key."""
+    return len(labels_in_line(subject))
+
+
+def labels_in_line(subject: Subject) -> list[str]:
+    """Their labels."""
     local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
-    return 0 if local_queue is None else len(local_queue._waiters)
+    return [] if local_queue is None else [waiter.request.label for waiter in list(local_queue._waiters)]
 
 
 LATER = {

@@ -31,7 +31,7 @@ from dblock.core.errors import (
 from dblock.core.values import SHARE
 from tests.conftest import ALIASES, DATABASES, SELDOM, ready, timed
 from tests.contract.test_administration import Desk
-from tests.contract.test_queue import waiters
+from tests.contract.test_queue import labels_in_line, waiters
 from tests.support.lab import EVERYWHERE, remaining, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
@@ -189,6 +189,10 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     assert one.call(first, "available") == 0
 
 
+def _are_in_line(subject: Subject, labels: set[str]) -> bool:
+    return {*labels_in_line(subject)} == labels
+
+
 @pytest.mark.parametrize("subject", TASKS, indirect=True, ids=str)
 def test_those_that_begin_together_are_served_in_that_order(subject: Subject, actor: Actor) -> None:
     """As the waiters of a plain lock, though each of them tries to get a permit before."""
@@ -197,15 +201,16 @@ def test_those_that_begin_together_are_served_in_that_order(subject: Subject, ac
         sem, order = semaphore(subject, 2, timeout=60), list[int]()
 
         async def enter(number: int) -> None:
-            async with sem.permit():
+            async with semaphore(subject, 2, timeout=60, label=str(number)).permit():
                 order.append(number)
                 await asyncio.sleep(0.01)
 
         assert await sem.acquire(n=2)
-        waiting = [asyncio.create_task(enter(number)) for number in range(10)]
-        await asyncio.sleep(0.3)
-        waiting += [asyncio.create_task(enter(number)) for number in range(10, 14)]
-        await asyncio.sleep(0.1)
+        waiting = list[asyncio.Task[None]]()
+        for many in (10, 14):
+            waiting += [asyncio.create_task(enter(number)) for number in range(len(waiting), many)]
+            behind = {str(number) for number in range(1, many)}  # the first has the door, and waits for a permit
+            assert await asyncio.to_thread(until, partial(_are_in_line, subject, behind), 20)
         await sem.release(1)
         await asyncio.gather(*waiting)
         await sem.release(1)
