@@ -81,7 +81,7 @@ class InOneTransaction(Both, TestCase):
 class InMany(Both, TransactionTestCase):
     def test_a_second_thread(self):
         with db_lock("k"):
-            assert isinstance(in_a_thread(db_lock("k", timeout=0.3).__enter__), LockTimeout)
+            assert isinstance(in_a_thread(db_lock("k", timeout=1).__enter__), LockTimeout)
             lock = db_lock("other", timeout=5)
             assert in_a_thread(lambda: lock.acquire() and lock.release()) is None
 
