@@ -69,15 +69,7 @@ app.conf.task_always_eager = True
 PACKAGES = ["dblock", "sqlalchemy_dblock"]
 SHORT = ["README.md", "docs/index.md"]
 """Pages whose few lines for Django run before those of the reference, in one process."""
-ITEMS = """
-import sqlite3
-with sqlite3.connect("{file}") as _direct:
-    _direct.executescript("CREATE TABLE items (sku TEXT, stock INTEGER); INSERT INTO items VALUES ('42', 8)")
-_direct.close()
-"""
 BEFORE = {
-    "README.md sqlalchemy": ITEMS.format(file="locks.sqlite3"),
-    "docs/start.md sqlalchemy": ITEMS.format(file="shop.sqlite3"),
     "docs/reference.md django": "\n".join(block(page, "django") for page in SHORT),
     "docs/choosing.md django": "charged = []\ndef charge_the_card():\n    charged.append(42)\n",
     "docs/family.md django": """
@@ -128,7 +120,7 @@ holder.join()
 """,
     "README.md sqlalchemy": """
 with Session() as session:
-    assert session.scalar(text("SELECT stock FROM items")) == 7
+    assert session.scalar(text("SELECT count(*) FROM sales")) == 1
 """,
     "README.md celery": """
 import threading
@@ -158,8 +150,9 @@ db_lock = lambda *given, **options: within(*given, **options | {"timeout": 0})
 assert (sell("42"), sell("43"), report("a")) == ("sold", "busy, try again", "report of a")
 tried.set()
 holder.join()
+assert [sell("42") for _ in range(10)] == ["sold"] * 9 + ["sold out"]
 with Session() as session:
-    assert session.scalar(text("SELECT stock FROM items")) == 7
+    assert session.scalar(text("SELECT count(*) FROM sales")) == 10
 """,
     "docs/start.md celery": """
 assert report.delay("acme").get().startswith("report of acme, fence 1")
