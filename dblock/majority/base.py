@@ -21,7 +21,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.leaving import _innermost, block_of, block_to_release
-from dblock.core.lock.locks import gives_way, refuses, was_ours
+from dblock.core.lock.locks import gives_way, of_the_end, refuses, was_ours
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
@@ -225,7 +225,7 @@ class BaseQuorumLock(BaseLock):
                 yield from undone(leave, partial(held.abandon, block.entry))
         except LockError as late:
             if block is not None and was_ours(block.hold, error):
-                raise late from error
+                raise of_the_end(late) from error
             if not gives_way(late, error):
                 raise
         finally:

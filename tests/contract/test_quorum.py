@@ -258,7 +258,7 @@ def test_a_with_whose_majority_was_lost_raises_at_its_end(place: Place) -> None:
         for database in ("postgresql", "mariadb"):
             run(database, "DELETE FROM locks WHERE lock_key = 'k'")
 
-    with pytest.raises(LockLost):
+    with pytest.raises(LockLost, match="says nothing of what you have committed"):
         actor.within(lock, body)
     assert holders() == []
 

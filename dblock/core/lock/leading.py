@@ -39,7 +39,7 @@ from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy, say_late
 from dblock.core.lock.failures import timed_out
-from dblock.core.lock.locks import gives_way, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.locks import gives_way, of_the_end, refuse_interrupt, refuses, was_ours
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
 from dblock.core.protocol.sending import pauses
@@ -353,7 +353,7 @@ class BaseLeader:
         late = yield from candidacy.drive(candidacy.end())
         if candidacy.hold is not None and was_ours(candidacy.hold, error):
             late = late or LockError(f"the term of {self.name!r} was ended by resign()", key=self.name)
-            raise late from error
+            raise of_the_end(late) from error
         if late is not None and not gives_way(late, error):
             raise late
 

@@ -29,16 +29,24 @@ Timeout = Seconds | EllipsisType | None
 SAYS_NOTHING: Final = " (this says nothing of what you have committed)"
 
 
+def of_the_end(late: LockError) -> LockError:
+    """The same error, raised by the end of a `with`: a loss says that it says nothing of the caller's transactions.
+
+    One that guard() has pinned was committed rightly.
+    """
+    if isinstance(late, LockLost):
+        late.args = (f"{late}{SAYS_NOTHING}",)
+    return late
+
+
 def gives_way(late: LockError, error: BaseException | None) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
     A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, and a
-    failure of the database at the release does not hide the body's exception. A loss that is raised says that it says
-    nothing of the caller's transactions: one that guard() has pinned was committed rightly.
+    failure of the database at the release does not hide the body's exception.
     """
     if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
-        if isinstance(late, LockLost):
-            late.args = (f"{late}{SAYS_NOTHING}",)
+        _ = of_the_end(late)
         return False
     error.add_note(str(late))
     return True
@@ -86,15 +94,15 @@ async def leave(lock: BaseLock, error: BaseException | None, opened: list[Block]
         await lock._adrive(leaving.leave_block(lock, leaving.block_of(lock, opened)), undisturbed=True)
     except LockError as late:
         if hold is not None and was_ours(hold, error):
-            raise late from error
+            raise of_the_end(late) from error
         if not gives_way(late, error):
             raise
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
-    """A method that refuses a kind of `with` with a TypeError."""
+    """A method that refuses what it is called for with a TypeError."""
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise TypeError(message)
 
     return refuse

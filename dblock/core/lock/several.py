@@ -22,7 +22,7 @@ from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.leaving_several import Entered, leave_each, release_each
-from dblock.core.lock.locks import Timeout, gives_way, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.locks import Timeout, gives_way, of_the_end, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
@@ -203,7 +203,7 @@ class BaseLocks:
             yield from leave_each(lambda: block[1])
         except LockError as late:
             if [lock for lock, entered in block[1] if was_ours(entered.hold, error)]:
-                raise late from error
+                raise of_the_end(late) from error
             if not gives_way(late, error):
                 raise
 
