@@ -14,6 +14,7 @@ from dblock.core.lock.locks import refuses
 
 L = TypeVar("L")
 F = TypeVar("F", bound=Callable[..., Any])
+NO_BEGIN = "begin() is of SQLAlchemy's locks: with Django it is `with lock.atomic():`, which begins the transaction"
 _NO_TRANSACTIONS = "Django has no asynchronous transactions: use atomic() in a function that sync_to_async calls"
 
 

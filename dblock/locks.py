@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from asgiref.sync import sync_to_async
 from django.core.signals import setting_changed
@@ -20,7 +20,7 @@ from dblock.core.holding.flow import Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.key_template import NoKey
-from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
+from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter, refuses
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import Given, explained
 from dblock.core.protocol import reaping
@@ -29,7 +29,7 @@ from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
-from dblock.guarded import Atomic
+from dblock.guarded import NO_BEGIN, Atomic
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
@@ -152,6 +152,9 @@ class Lock(SyncLock):
         Raises TransactionManagementError, before the lock is taken, where AUTOCOMMIT is switched off.
         """
         return Atomic(self, using or self.using, durable=durable)
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        begin = refuses(NO_BEGIN)
 
     adetach = AsyncLock.detach
     aacquire = AsyncLock.acquire

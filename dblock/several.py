@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from dblock import conf
 from dblock.core.lock.blocks import Loaded, block_begin
+from dblock.core.lock.locks import refuses
 from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.validation import valid_timeout
-from dblock.guarded import Atomic
+from dblock.guarded import NO_BEGIN, Atomic
 from dblock.locks import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +28,9 @@ class Locks(SyncLocks):
     def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
         """A `with` or decorator of a transaction that the locks, all of one database, guard; as `Lock.atomic`."""
         return Atomic(self, using or self._members[0].using, durable=durable)
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        begin = refuses(NO_BEGIN)
 
     aacquire = AsyncLocks.acquire
     arelease = AsyncLocks.release

@@ -205,8 +205,8 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         return [(True,)]
     if not store.same_database(alias):
         raise ValueError(
-            f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep (another host name"
-            " or port counts as another: give both the same)"
+            f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep: take one of this "
+            "database (another host name or port counts as another: give both the same)"
         )
     if blocks[0]._from_testcase:
         return [(True,)]

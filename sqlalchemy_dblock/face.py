@@ -14,7 +14,7 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
-from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt
+from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt, refuses
 from dblock.core.options import Given, explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Cancel, Steps
@@ -91,6 +91,9 @@ class _EngineLock(BaseLock):
             hold.transactions = (weakref.ref(session),)
 
 
+_NO_ATOMIC = "atomic() is of Django's locks: with SQLAlchemy it is `{} lock.begin(given):`, and given is {}"
+
+
 class Begins:
     """What locks of an Engine, and several of them, have: guarded blocks."""
 
@@ -115,6 +118,9 @@ class Begins:
 
         return Begun(self, given)
 
+    if not TYPE_CHECKING:  # hidden from type checkers
+        atomic = refuses(_NO_ATOMIC.format("with", "a sessionmaker, a Session or the Engine"))
+
 
 class AsyncBegins:
     """What locks of an AsyncEngine, and several of them, have: guarded blocks."""
@@ -128,6 +134,9 @@ class AsyncBegins:
         from sqlalchemy_dblock.guarded import AsyncBegun  # noqa: PLC0415 - likewise
 
         return AsyncBegun(self, given)
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        atomic = refuses(_NO_ATOMIC.format("async with", "an async_sessionmaker, an AsyncSession or the AsyncEngine"))
 
 
 class Lock(_EngineLock, Begins, SyncLock):

@@ -11,6 +11,8 @@ from sqlalchemy.exc import InvalidRequestError
 
 from dblock.core.errors import LockError
 from dblock.core.lock.guarded import AsyncGuarded, Guarded
+from sqlalchemy_dblock.connections import in_greenlet_of_its_own
+from sqlalchemy_dblock.transactions import connection_of
 
 T = TypeVar("T")
 
@@ -78,7 +80,7 @@ class Begun(Guarded[T]):
 
     def _begin(self) -> Generator[T]:
         transaction, session = self._given.begin()
-        with transaction as begun, _uncommitted(session or begun):
+        with transaction as begun, _uncommitted(_connection(session or begun)):
             self._lock.guard(session or begun)
             yield session or begun
 
@@ -101,7 +103,7 @@ class AsyncBegun(AsyncGuarded[T]):
     async def _begin(self) -> AsyncGenerator[T]:
         transaction, session = self._given.begin()
         async with transaction as begun:
-            with _uncommitted(session or begun):
+            with _uncommitted(await in_greenlet_of_its_own(_connection, session or begun)):
                 yield session or begun
 
     def __call__(self, function: Any) -> Any:
@@ -109,23 +111,25 @@ class AsyncBegun(AsyncGuarded[T]):
         return super().__call__(function)
 
 
+def _connection(given: Any) -> Connection:
+    """That of the transaction which has begun; raises ValueError for one of two phases."""
+    if getattr(getattr(given, "sync_session", given), "twophase", False):
+        raise ValueError("a guarded block is not for two-phase sessions: use `with`, prepare under it, and use fences")
+    return connection_of(given)
+
+
 @contextmanager
-def _uncommitted(given: Any) -> Generator[None]:
+def _uncommitted(connection: Connection) -> Generator[None]:
     """Refuse a body that commits by itself, after which nothing guards it: SQLAlchemy its next statement, this its end.
 
     Nor does an error of the lock come out of such a body, since it would say that nothing was committed.
     """
-    target = getattr(given, "sync_session", getattr(given, "sync_connection", given))
-    if getattr(target, "twophase", False):
-        raise ValueError("a guarded block is not for two-phase sessions: use `with`, prepare under it, and use fences")
-    commits: list[Any] = []
+    commits: list[Connection] = []
 
-    def note(session: Any) -> None:
-        if isinstance(session, Connection) or not session.in_nested_transaction():
-            commits.append(session)
+    def note(committing: Connection) -> None:
+        commits.append(committing)
 
-    moment = "commit" if isinstance(target, Connection) else "after_commit"
-    event.listen(target, moment, note)
+    event.listen(connection, "commit", note)  # a session's body may also commit by its connection
     error: LockError | None = None
     try:
         yield
@@ -134,7 +138,7 @@ def _uncommitted(given: Any) -> Generator[None]:
         if not commits:
             raise
     finally:
-        event.remove(target, moment, note)
+        event.remove(connection, "commit", note)
     if commits:
         raise InvalidRequestError(
             "the body of a guarded block has committed its transaction by itself, which ended the guard; that commit "

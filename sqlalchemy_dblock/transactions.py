@@ -131,8 +131,8 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
     """Run the statement `pin` in the transaction of `connection`."""
     if connection.engine is not engine and _place(connection.engine) != _place(engine):
         raise ValueError(
-            "guard(): the lock lives in another database, which this connection cannot keep (another host name or port"
-            " counts as another: give both the same)"
+            "guard(): the lock lives in another database, which this connection cannot keep: take one of this database "
+            "(another host name or port counts as another: give both the same)"
         )
     autocommit = ValueError(
         "guard() keeps the lock until the transaction ends, and in autocommit mode there is none: give it another "

@@ -26,9 +26,12 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import await_only
 
+import dblock
+import sqlalchemy_dblock
 from dblock.core import runtime
 from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
 from dblock.core.lock import bookkeeping, guarded
+from dblock.core.lock.locks import SAYS_NOTHING
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
@@ -36,6 +39,7 @@ from dblock.operating import administration
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, SERVERS, run, url
 from tests.contract.test_guard import DRIVERS, STRICT, Rival, _begin_with, end_lease
+from tests.support.lab import until
 from tests.support.subjects import PRODUCT, Actor, Subject, _loop
 
 GIVEN: dict[str, Callable[[Any], Any]] = {
@@ -118,9 +122,7 @@ class Client:
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         if self.django:
-            from dblock import db_lock
-
-            return db_lock(key, using=self.alias, **options)
+            return dblock.db_lock(key, using=self.alias, **options)
         return sqlalchemy_lock(self.engine, key, **options)
 
     def guarded(self, lock: Any) -> Any:
@@ -392,6 +394,31 @@ def test_a_body_that_rolls_back(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("kind", [kind for kind in GIVEN if "session" in kind])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.filterwarnings("ignore:transaction already deassociated")  # SQLAlchemy's, beside our error
+def test_a_body_that_commits_beneath_its_session_is_refused(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    """By the connection of the session: an error of the lock that comes later says nothing, either."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+
+    def body(given: Any) -> None:
+        write(given)
+        given.connection().commit()
+        lock._hold().lease.trusted_until = 0.0
+        lock.check()
+
+    with pytest.raises(InvalidRequestError, match="that commit stands") as caught:
+        holder.block(lock, body)
+    assert isinstance(caught.value.__cause__, LockLost)
+    assert notes(database) == 1
+    assert lock.count == 0
+    end_lease(database)
+    assert rival.gets_in()
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("kind", GIVEN)
@@ -619,8 +646,6 @@ def test_the_blocks_of_a_testcase_do_not_count(database: str, client: Callable[.
 @pytest.mark.parametrize("database", DATABASES if PRODUCT else ["postgresql", "sqlite"], indirect=True)
 def test_the_whole_family(database: str, client: Callable[..., Client], kind: str) -> None:
     """All of them begin such blocks: each commits, and each lets the lock go."""
-    import dblock
-    import sqlalchemy_dblock
 
     def failing(given: Any) -> None:
         write(given)
@@ -691,12 +716,42 @@ def test_a_decorated_function(database: str, client: Callable[..., Client], riva
     assert notes(database) == 2
 
 
+@pytest.mark.parametrize("kind", ["django", "session"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_decorators_of_the_family_skip_what_is_busy(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    """As that of a plain lock, under the keys of the call."""
+    holder = client(kind)
+    face: Any = dblock if holder.django else sqlalchemy_dblock
+    first = () if holder.django else (holder.engine,)
+    options = {"on_busy": "skip", "otherwise": "skipped", "timeout": 0}
+    options |= {"using": holder.alias} if holder.django else {}
+    rw, theirs = face.db_rwlock(*first, "rw:{x}", **options), sqlalchemy_dblock.db_rwlock(rival.engine, "rw:1")
+    permits = sqlalchemy_dblock.db_semaphore(rival.engine, "s:1", permits=1)
+    family = {
+        face.db_locks(*first, "a:{x}", "b", **options): sqlalchemy_lock(rival.engine, "a:1"),
+        rw.read(): theirs.write(),
+        rw.write(): theirs.read(),
+        face.db_semaphore(*first, "s:{x}", permits=1, **options).permit(): permits.permit(),
+    }
+    for number, (lock, other) in enumerate(family.items(), 1):
+
+        @holder.guarded(lock)
+        def sell(x: int) -> int:
+            write(Django(holder.alias) if holder.django else holder.given)
+            return x
+
+        with other:
+            assert sell(1) == "skipped"
+        assert sell(1) == 1
+        assert notes(database) == number
+
+
 # -- refusals: each names the way out
 
 
 def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Client], rival: Rival) -> None:
-    from dblock import db_quorum_lock
-
     holder = client("django")
     lock = holder.lock()
     with pytest.raises(TypeError, match="sync_to_async"):
@@ -716,9 +771,12 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
         asyncio.run(inside(lock.atomic()))
     with pytest.raises(TypeError, match="sync_to_async"):
         asyncio.run(ainside(lock.atomic()))
-    majority: Any = db_quorum_lock("k", using=["default", "postgresql", "mariadb"])
+    majority: Any = dblock.db_quorum_lock("k", using=["default", "postgresql", "mariadb"])
     with pytest.raises(TypeError, match="use `with`, and fenced_update"):
         majority.atomic()
+    other = next(alias for alias in ALIASES.values() if alias != holder.alias)
+    with pytest.raises(ValueError, match="another database.*take one of this database"), lock.atomic(using=other):
+        pytest.fail("unreachable")
     connection: Any = connections[holder.alias]
     connection.set_autocommit(False)
     try:
@@ -729,6 +787,30 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
         connection.set_autocommit(True)
     assert rival.gets_in()
     assert notes(database) == 0
+
+
+def test_the_block_of_the_other_face(database: str, client: Callable[..., Client]) -> None:
+    """One sentence says what it is called here; what makes locks says which of them has blocks."""
+    django, plain, asynchronous = client("django"), client("engine"), client("async engine")
+    locks: list[Any] = [django.lock(), dblock.db_locks("a", "b"), dblock.db_rwlock("rw").read()]
+    for lock in locks:
+        with pytest.raises(TypeError, match=r"`with lock\.atomic\(\):`"):
+            lock.begin(plain.engine)
+    for holder, words in ((plain, "`with lock"), (asynchronous, "`async with lock")):
+        engine: Any = holder.engine
+        locks = [holder.lock(), sqlalchemy_dblock.db_locks(engine, "a", "b")]
+        for lock in (*locks, sqlalchemy_dblock.db_semaphore(engine, "s").permit()):
+            with pytest.raises(TypeError, match=rf"{words}\.begin\(given\):`"):
+                lock.atomic(durable=True)
+    makers: list[Any] = [dblock.db_rwlock("rw"), sqlalchemy_dblock.db_rwlock(plain.engine, "rw")]
+    makers += [dblock.db_semaphore("s"), sqlalchemy_dblock.db_semaphore(plain.engine, "s")]
+    for maker, words in zip(makers, [r"\.read\(\) or \.write\(\)"] * 2 + [r"\.permit\(\)"] * 2, strict=True):
+        for name in ("atomic", "begin"):
+            with pytest.raises(TypeError, match=words):
+                getattr(maker, name)(using="default")
+    majority: Any = sqlalchemy_dblock.db_quorum_lock([create_engine(f"sqlite:///{each}.db") for each in "abc"], "k")
+    with pytest.raises(TypeError, match="use `with`, and fenced_update"):
+        majority.begin(plain.engine)
 
 
 @pytest.mark.parametrize("kind", GIVEN)
@@ -789,6 +871,54 @@ def test_a_transaction_that_guards_nothing(
     holder.done(wrong.dispose)
     assert lock.count == 0
     assert rival.gets_in()
+
+
+# -- beside these blocks: the end of a plain `with`
+
+FAMILY: dict[str, Callable[..., Any]] = {
+    "lock": lambda face, first, options: face.db_lock(*first, "k", **options),
+    "several": lambda face, first, options: face.db_locks(*first, "a", "b", **options),
+    "reader": lambda face, first, options: face.db_rwlock(*first, "rw", **options).read(),
+    "writer": lambda face, first, options: face.db_rwlock(*first, "rw", **options).write(),
+    "permit": lambda face, first, options: face.db_semaphore(*first, "s", permits=1, **options).permit(),
+    "semaphore": lambda face, first, options: face.db_semaphore(*first, "s", permits=1, **options),
+    "leader": lambda face, first, options: face.db_leader(*first, "l", **options),
+}
+PLAIN = [(kind, what, False) for kind in ("django", "engine", "async engine") for what in FAMILY]
+PLAIN += [("async engine", what, True) for what in FAMILY if what not in {"permit", "semaphore"}]
+
+
+@pytest.mark.parametrize(("kind", "what", "interrupt"), PLAIN)
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_loss_at_the_end_of_a_plain_with(
+    database: str, client: Callable[..., Client], kind: str, what: str, interrupt: bool
+) -> None:
+    """Its message says that it says nothing of what was committed, also where it has cancelled the body."""
+    holder = client(kind)
+    face: Any = dblock if holder.django else sqlalchemy_dblock
+    first = () if holder.django else (holder.engine,)
+    options = {"ttl": 30.0} | ({"using": holder.alias} if holder.django else {})
+    lock = FAMILY[what](face, first, options | ({"interrupt": True} if interrupt else {}))
+
+    def lose() -> None:
+        hold = next(iter(runtime.current.watchdog._holds))
+        hold.lease.trusted_until = 0.0
+        assert hold.lease.lose()
+        runtime.current.watchdog.announce(hold)
+
+    async def within() -> None:
+        async with lock:
+            lose()
+            await asyncio.sleep(20 if interrupt else 0)
+
+    with pytest.raises(LockLost) as caught:
+        if holder.asynchronous:
+            on_loop(within())
+        else:
+            with lock:
+                lose()
+    assert str(caught.value).count(SAYS_NOTHING) == 1
+    assert str(caught.value).endswith(SAYS_NOTHING)
 
 
 # -- one object, many flows
@@ -901,6 +1031,35 @@ def test_an_interrupt_leaves_no_transaction_open(
             return
 
 
+@pytest.mark.parametrize("where", ["call __exit__", "return __exit__", "return __enter__"])
+@pytest.mark.parametrize("kind", ["django", "engine"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_an_interrupt_of_the_locks_own_block(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, where: str
+) -> None:
+    """The lease ends, as that of a plain `with`, also while the traceback is kept: nothing renews it for ever."""
+    holder = client(kind)
+    lock, moment = holder.lock(ttl=0.5), where.replace("__e", "SyncLock.__e").split()
+    struck = list[FrameType]()
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        if not struck and [event, frame.f_code.co_qualname] == moment:
+            struck.append(frame)
+            raise Interrupted
+        return step
+
+    try:
+        with pytest.raises(Interrupted) as kept:
+            sys.settrace(step)
+            with holder.guarded(lock) as given:
+                write(Django(holder.alias) if holder.django else given)
+    finally:
+        sys.settrace(None)
+    assert notes(database) == ("enter" not in where)
+    assert until(rival.gets_in, 2)
+    assert kept.tb is not None
+
+
 # -- interrupt=True
 
 
@@ -940,8 +1099,9 @@ def test_a_loss_interrupts_the_body_alone(database: str, client: Callable[..., C
         return "done"
 
     if moment == "in the body":
-        with pytest.raises(LockLost):
+        with pytest.raises(LockLost) as caught:
             on_loop(main())
+        assert SAYS_NOTHING not in str(caught.value)
         assert notes(database) == 0
     else:
         assert on_loop(main()) == "done"

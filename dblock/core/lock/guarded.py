@@ -110,10 +110,11 @@ class Guarded(_Block[T]):
     @contextmanager
     def _block(self) -> Generator[T]:
         self._refuse()
-        lock, error = self._lock, None
+        lock, error, entered = self._lock, None, False
         enter, leave = lock.__enter__, lock.__exit__  # both loaded first, as by a `with`
-        enter()
         try:
+            enter()
+            entered = True
             if lock._skipped:
                 yield lock
                 return
@@ -124,11 +125,12 @@ class Guarded(_Block[T]):
             raise
         finally:
             try:
-                leave(None, None, None)
+                if entered:
+                    leave(None, None, None)
             except LockError as late:
                 _tell(late, error)
             finally:
-                del error  # it refers to this frame
+                del error, leave  # the error refers to this frame, and to an end nothing else may
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> T:
@@ -183,10 +185,11 @@ class AsyncGuarded(_Block[T]):
     @asynccontextmanager
     async def _block(self) -> AsyncGenerator[T]:
         self._refuse()
-        lock, error, holds = self._lock, None, []
+        lock, error, entered, holds = self._lock, None, False, []
         enter, leave = lock.__aenter__, lock.__aexit__  # both loaded first, as by an `async with`
-        await enter()
         try:
+            await enter()
+            entered = True
             if lock._skipped:
                 yield lock
                 return
@@ -203,9 +206,11 @@ class AsyncGuarded(_Block[T]):
         finally:
             interrupt = None if isinstance(error, Exception) else error
             try:
-                await leave(type(interrupt) if interrupt else None, interrupt, None)
+                if entered:
+                    await leave(type(interrupt) if interrupt else None, interrupt, None)
             except LockError as late:
                 if interrupt is not None:  # only the loss of the lock has cancelled the body: it was rolled back
+                    late.args = (_said(late),)
                     raise
                 _tell(late, error)
             finally:
@@ -213,7 +218,7 @@ class AsyncGuarded(_Block[T]):
                     hold.committing = False
                     for outer in hold.locks() if hold.lease.loss is not None else ():
                         outer._interrupt_body(hold)
-                del error, interrupt  # they refer to this frame
+                del error, interrupt, leave  # the errors refer to this frame, and to an end nothing else may
 
     @block_begin
     async def __aenter__(self, its: Loaded | None = None) -> T:
@@ -243,12 +248,17 @@ class AsyncGuarded(_Block[T]):
         return adecorated(self, function, self._templates(function))
 
 
+def _said(late: LockError) -> str:
+    """What the end of the lock's own block has raised, without that it says nothing of commits."""
+    return str(late).removesuffix(SAYS_NOTHING)
+
+
 def _tell(late: LockError, error: BaseException | None) -> None:
     """Say what leaving the lock has met: in a note on the error of the block, else in a line of the log.
 
     The events LOST and RELEASED say it too, as for every lock.
     """
-    told = str(late).removesuffix(SAYS_NOTHING)
+    told = _said(late)
     if error is not None:
         error.add_note(told)
     else:

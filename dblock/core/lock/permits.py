@@ -131,6 +131,9 @@ class BaseSemaphore:
     """As of a lock."""
     _template: Template
 
+    if not TYPE_CHECKING:  # hidden from type checkers
+        atomic = begin = refuses("a semaphore guards no transaction, and each of its permits does: use .permit()")
+
     def __init__(self, make_permit: Callable[..., Any], key: str, permits: int = 1, **options: Any) -> None:
         """`make_permit(key, **options)` makes a permit of the face."""
         for name in ("interrupt", "reentrant"):

@@ -18,6 +18,7 @@ from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.lock.locks import refuses
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep
@@ -50,11 +51,9 @@ class NoLock:
     """What makes its locks."""
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self, *_: object) -> None:
-            raise TypeError("a read-write lock is held by a reader or a writer: use .read() or .write()")
-
-        __exit__ = __aenter__ = __aexit__ = __call__ = __enter__
+        __enter__ = __exit__ = __aenter__ = __aexit__ = __call__ = atomic = begin = refuses(
+            "a read-write lock is held by a reader or a writer: use .read() or .write()"
+        )
 
 
 class Reads(_OfReadWriteLock):
