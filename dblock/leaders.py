@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Self, Unpack
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, Unpack, overload
 
 from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.leading import AsyncLeader, Body, Options, SyncLeader, aenter
+from dblock.core.lock.leading import AsyncLeader, Options, SyncLeader, aenter
 from dblock.locks import Lock
 
 
@@ -30,7 +30,11 @@ class Leader(SyncLeader):
     async def __aenter__(self, its: Loaded | None = None) -> Self:
         return await aenter(self, its)
 
-    def run(self, body: Body) -> Callable[[], Any]:
+    @overload
+    def run(self, body: Callable[[int], Coroutine[Any, Any, None]]) -> Callable[[], Coroutine[Any, Any, None]]: ...
+    @overload
+    def run(self, body: Callable[[int], None]) -> Callable[[], None]: ...
+    def run(self, body: Any) -> Any:
         """Decorate `def body(term)` or `async def body(term)`: campaign, lead by calling it, resign, and begin anew.
 
         The result returns after `stop()`, and raises what `body` raises, after the term has ended. A body whose

@@ -27,7 +27,12 @@ class Semaphore(SyncSemaphore):
 
     if TYPE_CHECKING:
 
+        @property
+        def held(self) -> list[Permit]: ...
+
         def permit(self) -> Permit: ...
+
+        def __enter__(self) -> Permit: ...
 
     aacquire = AsyncSemaphore.acquire
     arelease = AsyncSemaphore.release

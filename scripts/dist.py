@@ -133,35 +133,10 @@ def tried(version: str, python: Path, wheel: Path, frameworks: str) -> None:
         told = run(own, smoke, "alone", cwd=outside)
         run(*install, *FRAMEWORKS[frameworks])
         told += run(own, smoke, "frameworks", cwd=outside)
-        (outside / "user.py").write_text(USER)
+        user = shutil.copy(ROOT / "tests/project/typed/with_engines.py", outside)
         mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(own)]
-        told += run(*mypy, "--config-file", os.devnull, "user.py", cwd=outside)
+        told += run(*mypy, "--config-file", os.devnull, user, cwd=outside)
         print(f"Python {version}, {frameworks} frameworks: {', '.join(told.splitlines())}")
-
-
-USER: Final = """
-from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import AsyncEngine
-from typing_extensions import assert_type
-from sqlalchemy_dblock import AsyncLock, Lock, db_lock
-
-lock = assert_type(db_lock(create_engine("sqlite://"), "k", ttl=5), Lock)
-taken: bool = lock.acquire(timeout=1)
-fence: int | None = lock.fence
-
-
-def on(engine: AsyncEngine) -> AsyncLock:
-    return db_lock(engine, "k")
-
-
-@db_lock(create_engine("sqlite://"), "k")
-def sell(sku: str) -> int:
-    return len(sku)
-
-
-sold = assert_type(sell("42"), int)
-"""
-"""A user's file, whose types are checked."""
 
 
 def main() -> None:

@@ -29,7 +29,12 @@ class Semaphore(SyncSemaphore):
 
     if TYPE_CHECKING:
 
+        @property
+        def held(self) -> list[Permit]: ...
+
         def permit(self) -> Permit: ...
+
+        def __enter__(self) -> Permit: ...
 
 
 class AsyncSemaphore(core.AsyncSemaphore):
@@ -37,7 +42,12 @@ class AsyncSemaphore(core.AsyncSemaphore):
 
     if TYPE_CHECKING:
 
+        @property
+        def held(self) -> list[AsyncPermit]: ...
+
         def permit(self) -> AsyncPermit: ...
+
+        async def __aenter__(self) -> AsyncPermit: ...
 
 
 @overload

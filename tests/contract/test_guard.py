@@ -290,7 +290,6 @@ def test_a_guarded_transaction_keeps_others_out(  # noqa: PLR0917
     holder.end(how)
     assert notes(database) == (1 if how == "commit" else 0)
     with sqlalchemy_lock(rival.engine, "k", timeout=0) as theirs:
-        assert theirs.fence is not None
         assert theirs.fence > fence
     with pytest.raises(LockLost):
         holder.call(lock, "release")

@@ -334,7 +334,7 @@ def test_force_release(site: Site) -> None:
     client = site.user("view_lock", "force_release_lock")
     LogEntry.objects.all().delete()
     with pytest.raises(LockLost, match="oncall: it hangs  ?in <b>, says Ann"), site.lock("k/1", ttl=600) as lock:
-        heir = Waiting(site, "k/1")
+        fence, heir = lock.fence, Waiting(site, "k/1")
         assert until(lambda: run(_name(site), "SELECT 1 FROM lock_waiters"), 10)
         assert "Force release" in page(client, change("k/1"))
         text = page(client, change("k/1", "release"))
@@ -352,7 +352,7 @@ def test_force_release(site: Site) -> None:
     [entry] = LogEntry.objects.all()
     assert (entry.object_id, entry.user.username) == ("k/1", "oncall")
     assert "says Ann" in entry.get_change_message()
-    late = client.post(change("k/1", "release"), {"fence": lock.fence or 1, "reason": "again"}, follow=True)
+    late = client.post(change("k/1", "release"), {"fence": fence, "reason": "again"}, follow=True)
     assert "Nothing was changed" in late.content.decode()
     assert LogEntry.objects.count() == 1
     heir.leave()

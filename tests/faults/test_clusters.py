@@ -375,7 +375,7 @@ def take_turns(url: str, end: float) -> list[Belief]:
         with db_lock(engine, "k", ttl=10, timeout=30) as lock:
             since = clock.now()
             time.sleep(0.002)
-            turns.append(Belief("k", lock.fence or 0, since, clock.now()))
+            turns.append(Belief("k", lock.fence, since, clock.now()))
     engine.dispose()
     return turns
 

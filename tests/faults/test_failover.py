@@ -52,7 +52,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
 
         def wait(key: str) -> tuple[float, int]:
             with db_lock(new, key, timeout=60) as lock:
-                return clock.now(), lock.fence or 0
+                return clock.now(), lock.fence
 
         begun = clock.now()
         waiting = {key: others.submit(wait, key) for key in (*lost, "new")}
@@ -148,7 +148,7 @@ def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind
         assert until(lambda: pair.has("k"), 30)
         pair.cut()
         with db_rwlock(old, "k", ttl=QUARANTINE, renew=False).write() as lost:
-            fence = lost.fence or 0
+            fence = lost.fence
         pair.promote()
         if ended:
             assert not db_lock(new, "another").acquire(blocking=False)
@@ -158,7 +158,7 @@ def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind
         locks = db_rwlock(new, "k", timeout=60)
         for lock in (locks.read(), locks.write(), locks.read()):
             with lock:
-                later = lock.fence or 0
+                later = lock.fence
             assert later > fence
             fence = later
         for engine in (old, new):

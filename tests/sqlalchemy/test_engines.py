@@ -554,7 +554,7 @@ def test_tasks_that_share_one_database_in_memory(reads: bool) -> None:
                 await asyncio.sleep(0.005)
                 assert inside == [number]
                 inside.clear()
-                fences.append(lock.fence or 0)
+                fences.append(lock.fence)
 
         await asyncio.gather(*(work(number) for number in range(12)))
         assert len(set(fences)) == 12
@@ -948,7 +948,7 @@ def _attach(database: str, token: str, begin: float) -> tuple[str, int]:
         return str(error.reason), 0
     time.sleep(1.0)
     _ = lock.verify()
-    found = "held", lock.fence or 0
+    found = "held", lock.fence
     lock.release()
     return found
 

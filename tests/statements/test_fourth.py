@@ -203,7 +203,6 @@ def test_a_lock_on_it_excludes_queues_renews_and_is_reaped(path: str) -> None:
             with sqlalchemy_dblock.db_lock(engines[number % 2], "k", ttl=0.6, timeout=30) as lock, lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
-                assert lock.fence is not None
                 order.append(lock.fence)
                 time.sleep(0.01)
                 assert lock.verify()

@@ -112,7 +112,7 @@ class Crowd:
             except LockError:
                 continue
             since = seen = clock.now()
-            fence, ends = lock.fence or 0, since + chance.choice((0.0, 0.1, 0.5, self._longest))
+            fence, ends = lock.fence, since + chance.choice((0.0, 0.1, 0.5, self._longest))
             while lock.state == "held":
                 seen = clock.now()
                 if seen >= ends or self._stop.is_set():

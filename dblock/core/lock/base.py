@@ -231,10 +231,15 @@ class BaseLock:
         return None if hold is None else hold.tenure.owner
 
     @property
-    def fence(self) -> int | None:
-        """The number of this flow's tenure, greater than every earlier one of the key; None without one."""
+    def fence(self) -> int:
+        """The number of this flow's tenure, greater than every earlier one of the key.
+
+        Raises LockNotHeld without a hold.
+        """
         hold = self._hold()
-        return None if hold is None else hold.tenure.fence
+        if hold is None:
+            raise self._not_held("show the fence of")
+        return hold.tenure.fence
 
     @property
     def count(self) -> int:

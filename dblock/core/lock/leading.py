@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar
 
@@ -401,7 +401,7 @@ class SyncLeader(BaseLeader):
             known = term = self._lock._drive(self._next_term(known, every))
             yield term
 
-    def run(self, body: Body) -> Callable[[], None]:
+    def run(self, body: Callable[[int], None]) -> Callable[[], None]:
         """Decorate `body(term)`: the result campaigns, leads by calling `body`, resigns, and begins anew.
 
         It returns after `stop()`, and raises what `body` raises, after the term has ended. A body whose `check()` says
@@ -468,7 +468,9 @@ class AsyncLeader(BaseLeader):
             known = term = await self._lock._adrive(self._next_term(known, every))
             yield term
 
-    def run(self: BaseLeader, body: Body) -> Callable[[], Any]:
+    def run(
+        self: BaseLeader, body: Callable[[int], Coroutine[Any, Any, None]]
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Decorate `async def body(term)`: see SyncLeader.run. The result is a coroutine function."""
         _check_body(body, "is not a coroutine function: let the leader of a sync engine run it", awaits=True)
 

@@ -66,14 +66,16 @@ class IsPermit(BaseLock):
         return self._opens_block and any(block.entry.lock is not None for block in self._blocks)
 
     @property
-    def slot(self) -> int | None:
-        """The number of the permit, from 0, which no other holder has meanwhile; None if this permit is not held."""
+    def slot(self) -> int:
+        """The number of the permit, from 0, which no other holder has meanwhile. Raises LockNotHeld without a hold."""
         hold = self._hold()
-        return None if hold is None else slot_of(hold.tenure.key)
+        slot = None if hold is None else slot_of(hold.tenure.key)
+        if slot is None:
+            raise self._not_held("show the slot of")
+        return slot
 
     def __repr__(self) -> str:
-        slot = self.slot
-        return super().__repr__() if slot is None else f"{super().__repr__()[:-1]}, slot {slot}>"
+        return super().__repr__() if self._hold() is None else f"{super().__repr__()[:-1]}, slot {self.slot}>"
 
     def _own_hold(self, verb: str) -> Hold:
         hold = super()._own_hold(verb)
