@@ -108,7 +108,8 @@ def test_a_block_has_a_permit(face: Subject, actor: Actor, other: Actor) -> None
     assert fence > 0
     assert in_use(face) == []
     assert other.call(sem, "acquire", n=3)
-    with pytest.raises(LockTimeout, match="could not acquire 'k' within 0.1 s: it is held by") as caught:
+    full = "could not acquire 'k' within 0.1 s: 3 permits are held, one of them by .*; wait longer"
+    with pytest.raises(LockTimeout, match=full) as caught:
         actor.within(sem)
     assert caught.value.holder is not None
     other.call(sem, "release", 3)
@@ -478,14 +479,15 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
 def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(protocol: Subject, actors: Actors) -> None:
     """It is the next, as the row of the semaphore's key says; the permits are rows of their own."""
     one, two, three = actors(3)
-    holder, sem = semaphore(protocol, 1), semaphore(protocol, 1)
-    assert one.call(holder, "acquire")
+    holder, sem = semaphore(protocol, 2), semaphore(protocol, 2)
+    assert one.call(holder, "acquire", n=2)
     entered = two.start(lambda: getattr(sem, protocol.method("acquire"))(timeout=9))
     desk = Desk(protocol)
-    assert until(lambda: [row.state for row in desk.survey()] == ["waiting", "held"])
-    with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until permits are free"):
-        three.within(semaphore(protocol, 1, timeout=0.1))
-    one.call(holder, "release")
+    assert until(lambda: [row.state for row in desk.survey()] == ["waiting", "held", "held"])
+    full = "2 permits are held, and before this one comes .* until permits are free"
+    with pytest.raises(LockTimeout, match=full):
+        three.within(semaphore(protocol, 2, timeout=0.1))
+    one.call(holder, "release", 2)
     assert entered.result(30)
     assert until(lambda: [row.state for row in desk.survey()] == ["held"])  # its place is deleted behind the caller
     two.call(sem, "release")

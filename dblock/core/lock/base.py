@@ -96,6 +96,8 @@ class BaseLock:
     """What its key is used for."""
     _reading = 0
     """1: it is the lock of a reader."""
+    _semaphore: Any = None
+    """The semaphore that it is a permit of."""
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
     _stands_by = False

@@ -200,6 +200,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
+    out = "" if holder is None else (yield from _permits_held(lock))
     advice = WAIT_LONGER
     if closed:
         who = f"the database server was {closed}, since it may lack the latest tenures"
@@ -212,9 +213,11 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     elif holder is None:
         who = "nobody holds it, but somebody's transaction guards it or has locked its row"
     elif holder.waits:
-        who = f"others hold it, and before this one comes {holder}"
+        who = f"{out or 'others hold it'}, and before this one comes {holder}"
     elif holder.owner == "":
         who = f"it was held by {holder}"
+    elif out:
+        who = f"{out}, one of them by {holder}"
     else:
         who, mine = f"it is held by {holder}", lock._hold_here()
         if mine is not None and mine.tenure.owner == holder.owner:
@@ -226,6 +229,16 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
         holder=None if holder is None else holder.masked(),
         pinned=pinned,
     )
+
+
+def _permits_held(lock: BaseLock) -> Steps[str]:
+    """How many permits of the lock's semaphore are held, for a message; empty for fewer than two, or no answer."""
+    if lock._semaphore is not None:
+        database = lock._store().database
+        with contextlib.suppress(LockError):
+            held = yield from lock._semaphore._in_use(database.now() + database.timing.pinned_answer)
+            return f"{len(held)} permits are held" if len(held) > 1 else ""
+    return ""
 
 
 def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:

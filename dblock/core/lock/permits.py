@@ -335,11 +335,12 @@ class BaseSemaphore:
             if not gives_way(late, error):
                 raise
 
-    def _in_use(self) -> Steps[list[str]]:
-        """The keys of the slots that somebody holds."""
+    def _in_use(self, until: float | None = None) -> Steps[list[str]]:
+        """The keys of the slots that somebody holds; `until`: the local time by which to answer."""
         database: Database = self._plain._store().database
-        until = database.now() + database.timing.retry_budget
-        rows = yield from listed(database, self.key, PERMITS_MAX, until)
+        rows = yield from listed(
+            database, self.key, PERMITS_MAX, until or database.now() + database.timing.retry_budget
+        )
         return [str(key) for key, _, _, remaining in rows if remaining > 0]
 
     def _holders(self) -> Steps[list[LockInfo]]:
