@@ -14,9 +14,8 @@ memory, and what is moved is the clock of both.
 
 from __future__ import annotations
 
-from dblock.testing.clock import Clock
 from dblock.testing.holders import Busy, atake_away, busy, frozen_renewal, take_away
-from dblock.testing.memory import Memory, memory
+from dblock.testing.memory import Clock, Memory, memory
 from dblock.testing.recorder import Attempt, Recorder, record
 
 __all__ = [

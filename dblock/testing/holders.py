@@ -21,12 +21,13 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.sharing import listed
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import LockError, LockNotHeld, Reason
+from dblock.core.errors import LockError, LockNotHeld, Reason, WrongKind
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.leading import BaseLeader
 from dblock.core.lock.permits import BaseSemaphore
 from dblock.core.lock.rwlock import NoLock
 from dblock.core.protocol import tenures
@@ -43,8 +44,8 @@ TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
 PATIENCE: Final = 5.0
 """Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
-Asked = BaseLock | BaseSemaphore | NoLock
-"""A lock, a semaphore, or a read-write lock."""
+Asked = BaseLock | BaseSemaphore | NoLock | BaseLeader
+"""A lock, a semaphore, a read-write lock, or a candidate."""
 
 
 class InMemory(BaseStore):
@@ -66,6 +67,19 @@ class Busy:
         who = (host, 1, "", "somebody else", "")
         self._request = Request(key, lease, lease, label, 1, "stranger", *who)
         self._grants: list[Grant] = []
+        self._hooks = runtime.current.acquire_hooks
+
+    def _tell(self, lock: BaseLock, timeout: float | None, steps: Steps[Any]) -> Steps[Any]:
+        """Say what to write where a key that was made busy as a plain lock's is another kind's."""
+        try:
+            return (yield from steps)
+        except WrongKind as error:
+            if lock.key != self._key:
+                raise
+            what = "the lock itself, as in busy(db_semaphore(...)) or busy(db_rwlock(...))"
+            raise WrongKind(
+                f"busy({self._key!r}) holds it as a plain lock: give busy() {what}", key=lock.key
+            ) from error
 
     def _begin(self) -> Steps[None]:
         lock, database = self._lock, self._store.database
@@ -90,11 +104,15 @@ class Busy:
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_others", ())]
+        if kind is KeyKind.LOCK:
+            self._hooks.append(self._tell)
         if isinstance(self._store, InMemory):
             self._store.strangers |= {each.tenure: each.ttl if self._ttl is None else 0.0 for each in self._grants}
 
     def _end(self) -> Steps[None]:
         grants, self._grants = self._grants, []
+        if self._tell in self._hooks:
+            self._hooks.remove(self._tell)
         for grant in grants:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
@@ -130,8 +148,9 @@ def busy(
     In memory nobody waits for real for that: the `timeout` of a waiter is over at once.
 
     Args:
-        key: what is held. The key of a lock; or the lock itself, a semaphore, all permits of which are held, or a
-            read-write lock, which a writer holds. The key of a read-write lock will do once it has been used.
+        key: what is held. The key of a lock; or the lock itself, a semaphore, all permits of which are held, a
+            read-write lock, which a writer holds, or a candidate of `db_leader`, beside which another one leads. The
+            key of a read-write lock will do once it has been used.
         bind: the database alias, Engine or AsyncEngine where; by default where Django's `db_lock` has its keys. Of no
             account in memory, and for a lock itself.
         ttl: the holder has died, and the key is free after so many seconds, of the clock of locks in memory or of the
@@ -141,14 +160,18 @@ def busy(
 
     Raises:
         RuntimeError: the key is held.
-        TypeError: it is the key of a semaphore, whose number of permits no row knows.
+        TypeError: it is the key of a semaphore, whose number of permits no row knows; or several keys at once.
     """
     seconds = None if ttl is None else valid_ttl(ttl)
     label, host = valid_text(label, "label"), valid_text(host, "host")
+    if hasattr(key, "_members"):
+        raise TypeError("busy() takes one key: have a busy(...) of its own for each key of db_locks() or of a majority")
     if not isinstance(key, Asked):
         return Busy(valid_key(key), _store(key, bind), seconds, label, host, lock=None)
     asked: Any = key
     lock: BaseLock = asked.write() if isinstance(key, NoLock) else asked
+    if isinstance(key, BaseLeader):
+        lock = asked._lock
     if isinstance(key, BaseSemaphore):
         lock = key.permit()
         vars(lock)["_wanted"] = key.permits

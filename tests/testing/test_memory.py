@@ -22,10 +22,7 @@ import sqlalchemy_dblock
 from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
-from dblock.core.holding.flow import Flow
 from dblock.core.runtime import Runtime
-from dblock.testing.memory import Pause
-from tests.conftest import ready, run
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -112,6 +109,15 @@ def test_both_faces_share_one_memory(locks: testing.Memory, engine: Engine) -> N
         thread = Thread(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
         with pytest.raises(LockTimeout):
             thread.result()
+
+
+def test_an_engine_of_these_times(locks: testing.Memory) -> None:
+    """A pool that is made meanwhile is the real process's: afterwards its idle connections are closed by it."""
+    outer = runtime.current.outer  # type: ignore[attr-defined]
+    made = create_engine("sqlite:////nonexistent/another")
+    lock = sqlalchemy_dblock.db_lock(made, "k")
+    assert set(outer.pools()) >= {lock._own_store._source}
+    assert not runtime.current.pools()
 
 
 def test_on_an_event_loop(locks: testing.Memory) -> None:
@@ -369,55 +375,6 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
         assert lock.verify()
 
 
-def test_in_vain_beside_a_wait_that_is_not(locks: testing.Memory, db_lock: Make) -> None:
-    """A thread that waits for a busy key does not make the time of one run out that waits for a thread at work."""
-    taken, go_on = threading.Event(), threading.Event()
-
-    def keep() -> None:
-        with db_lock("k"):
-            taken.set()
-            go_on.wait(10)
-
-    keeper = Thread(keep)
-    taken.wait()
-    with locks.busy("b"):
-        waiter = Thread(lambda: hold(db_lock("k", timeout=5)))
-        while not runtime.current.wakeups._registered:
-            time.sleep(0.001)
-        in_vain = Thread(lambda: hold(db_lock("b", timeout=1000)))
-        time.sleep(0.3)
-        assert locks.clock.now() < 4
-        go_on.set()
-        keeper.result()
-        assert waiter.result()
-        with at_once(), pytest.raises(LockTimeout):
-            in_vain.result()
-
-
-def test_turns_beside_waits_in_vain(locks: testing.Memory, db_lock: Make) -> None:
-    """Nobody's time is up before it has come to its pause: the clock stands while somebody is on the way to a lock."""
-    done = threading.Event()
-
-    def work() -> None:
-        for _ in range(30):
-            hold(db_lock("k", timeout=2))
-
-    def in_vain() -> None:
-        while not done.is_set():
-            with pytest.raises(LockTimeout):
-                hold(db_lock("b", timeout=3))
-
-    with locks.busy("b"):
-        others = [Thread(in_vain) for _ in range(2)]
-        workers = [Thread(work) for _ in range(4)]
-        for worker in workers:
-            worker.result()
-        done.set()
-        for other in others:
-            other.result()
-    locks.assert_locked("k", times=120)
-
-
 def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
     """Two threads that wait for each other's keys find out at once; one of them goes on."""
     both = threading.Barrier(2)
@@ -434,18 +391,6 @@ def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
     with at_once():
         threads = [Thread(lambda: work("a", "b")), Thread(lambda: work("b", "a"))]
         assert sorted(thread.result() for thread in threads) == ["deadlock", "done"]
-
-
-def test_a_circle_is_in_vain(locks: testing.Memory) -> None:
-    """Also while nobody has noticed that it is a deadlock."""
-    store, waiting = locks._store, {}
-    for key in "ab":
-        Thread(dblock.db_lock(key, using="postgresql").acquire).result()
-    flows = [Flow(name, name, {}, locks) for name in "ab"]
-    for flow, key, other in zip(flows, "ab", "ba", strict=True):
-        store.process.watchdog._by_key[store, key].flow = flow.ref
-        waiting[flow] = (other, Pause(10.0, flow, None))
-    assert store._in_vain("a", Pause(10.0, Flow("c", "c", {}, locks), None), waiting, set())
 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
@@ -605,49 +550,25 @@ def test_a_thread_that_outlives_it(db_lock: Make) -> None:
         keeper.result()
 
 
-def test_what_was_locked_before_is_where_it_was(request: pytest.FixtureRequest) -> None:
-    """It is neither seen in memory, nor lost; it can be left there."""
-    ready(request, "sqlite")
-    lock, other = dblock.db_lock("before", using="default"), dblock.db_lock("by hand", using="default")
-    assert other.acquire()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(lock)
-        with testing.memory() as locks:
-            assert (lock.state, lock.verify(), other.state) == ("held", True, "held")
-            assert not dblock.db_lock("before", using="default", timeout=0).locked()
-            hold(dblock.db_lock("in memory", using="default"))
-            locks.clock.advance(100)
-            assert lock.verify()
-            stack.close()
-            assert run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("by hand",)]
-            assert run("sqlite", "SELECT lock_key FROM locks WHERE lock_key = 'in memory'") == []
-            locks.assert_locked("in memory")
-    assert other.verify()
-    other.release()
-    assert run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL") == []
-
-
-def test_who_waits_for_what_was_locked_before(sqlite: object) -> None:
-    """Is handed it inside the process, as ever, though the holder leaves it among locks in memory."""
-    lock, taken = dblock.db_lock("before", using="default"), threading.Event()
-
-    def wait() -> Any:
-        other = dblock.db_lock("before", using="default", timeout=20)
-        with other:
-            taken.set()
-            found = other._hold_here()
-            assert found is not None
-            return found.record.local_handovers
-
-    with lock:
-        waiter = Thread(wait)
-        while runtime.current.site(lock._store()).local_queues.get("before") is None:
-            time.sleep(0.001)
-        with testing.memory():
-            lock.__exit__(None, None, None)
-            assert taken.wait(10)
-        assert waiter.result() == 1
-        lock.__enter__()
+def test_what_it_refuses(sqlite: object, engine: Engine) -> None:
+    """At once: to begin inside another one, and while a lock is held elsewhere; and majorities."""
+    before = runtime.current
+    with testing.memory():
+        with pytest.raises(RuntimeError, match=r"memory\(\) was called inside memory\(\)"), testing.memory():
+            pytest.fail("unreachable")
+        with dblock.db_lock("in memory", using="postgresql"):
+            pass
+        majority = sqlalchemy_dblock.db_quorum_lock([engine, engine, engine], "k")
+        with at_once(), pytest.raises(RuntimeError, match=r"memory\(\) has no majority locks"), majority:
+            pytest.fail("unreachable")
+    assert runtime.current is before
+    with dblock.db_lock("k", using="default") as lock:
+        with pytest.raises(RuntimeError, match=r"memory\(\) was called while this process holds 'k'"), testing.memory():
+            pytest.fail("unreachable")
+        assert lock.verify()
+    assert runtime.current is before
+    with testing.memory():
+        pass
 
 
 def test_decorated_before(engine: Engine) -> None:
@@ -665,26 +586,6 @@ def test_decorated_before(engine: Engine) -> None:
         assert (sell(42), asyncio.run(asell(43))) == (42, 43)
         locks.assert_locked("stock:42")
         locks.assert_locked("stock:43")
-
-
-def test_one_in_another() -> None:
-    """It begins empty, and the outer one is as it was; in whatever order they end."""
-    lock = dblock.db_lock("k", using="postgresql")
-    with testing.memory() as outer, lock:
-        with testing.memory() as inner:
-            assert not dblock.db_lock("k", using="postgresql").locked()
-            hold(dblock.db_lock("inner", using="postgresql"))
-        assert lock.verify()
-        assert [each.key for each in inner.history] == ["inner"]
-        assert [each.key for each in outer.history] == ["k", "inner"]
-    before = runtime.current
-    first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(testing.memory())
-    second.enter_context(testing.memory())
-    first.close()
-    assert hold(lock)
-    second.close()
-    assert runtime.current is before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 
 from dblock.core.errors import LockTimeout, WrongKind
 from dblock.testing import memory
-from sqlalchemy_dblock import db_rwlock, db_semaphore
+from sqlalchemy_dblock import db_leader, db_lock, db_locks, db_rwlock, db_semaphore
 
 ENGINE = create_engine("sqlite://")
 
@@ -126,3 +126,38 @@ def test_a_busy_read_write_lock() -> None:
                 pytest.fail("unreachable")
         with rw.write():
             pass
+
+
+def test_a_busy_leader() -> None:
+    """Another candidate leads, until the block ends."""
+    with memory() as locks:
+        leader = db_leader(ENGINE, "mail")
+        with locks.busy(leader, label="worker 2"):
+            assert briefly(partial(leader.campaign, timeout=300)) is False
+            found = leader.leader()
+            assert found is not None
+            assert found.label == "worker 2"
+        assert leader.campaign(timeout=0)
+        with pytest.raises(RuntimeError, match="cannot make 'mail' busy: it is held by"), locks.busy(leader):
+            pytest.fail("unreachable")
+        locks.clock.advance(3600)
+        assert leader.is_leader
+        leader.resign()
+
+
+def test_a_key_that_is_busy_as_a_plain_lock() -> None:
+    """Another kind of lock on it is told what to write; another key is another matter."""
+    semaphore, rw = db_semaphore(ENGINE, "k", 3), db_rwlock(ENGINE, "k")
+    with memory() as locks:
+        with locks.busy("k"):
+            for acquire in (semaphore.acquire, rw.read().acquire, rw.write().acquire):
+                with pytest.raises(
+                    WrongKind, match=r"busy\('k'\) holds it as a plain lock: give busy\(\) the lock itself"
+                ):
+                    acquire()
+            with db_lock(ENGINE, "other"), pytest.raises(WrongKind, match="give each its own key"):
+                db_semaphore(ENGINE, "other").acquire()
+        with pytest.raises(WrongKind, match="give each its own key"):
+            semaphore.acquire()
+        with pytest.raises(TypeError, match=r"a busy\(...\) of its own for each key"):
+            locks.busy(db_locks(ENGINE, "a", "b"))  # type: ignore[arg-type]
