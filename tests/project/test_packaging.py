@@ -274,6 +274,9 @@ def test_extras_are_listed() -> None:
     table = (ROOT / "docs/reference.md").read_text().partition("## Extras")[2]
     listed = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
     assert set(listed) == {*theirs, "all"}
+    assert extras["asyncio"] == ["sqlalchemy[asyncio]>=2.0"], "its user names the driver"
+    for driver in ("asyncpg", "aiomysql", "asyncmy", "aiosqlite"):
+        assert [each.partition(">")[0] for each in extras[driver]] == [driver]
 
 
 @pytest.mark.parametrize("face", ["dblock", "sqlalchemy_dblock"])
