@@ -1,4 +1,31 @@
-"""System checks of the settings and of the database that the lock lives in; docs/operating.md has a table of them.
+"""System checks of the settings and of the database that the lock lives in.
+
+`manage.py check` and `manage.py dblock doctor` run them. *db*: with `check --database default`; *deploy*: with
+`check --deploy`. `SILENCED_SYSTEM_CHECKS = ["dblock.W005"]` silences one that does not apply.
+
+===============  ======  ===============================================================================================
+check            when    what it has found
+===============  ======  ===============================================================================================
+``dblock.E001``          `DBLOCK` is not a dict, or has an unknown setting
+``dblock.E002``          an invalid value: a `TTL` of 0, a prefix that is not a name
+``dblock.E003``          `USING` is not an alias of `DATABASES`
+``dblock.E004``          `USING` is a database that dblock does not support
+``dblock.E005``  db      a table with the name of one of the lock's belongs to another application
+``dblock.E006``          `SCHEMA` on a database without schemas
+``dblock.E007``          the database of the locks is opened read-only, by its `OPTIONS` or the `NAME` of its file
+``dblock.E008``  db      the tables are missing, and `DATABASE_ROUTERS` keep `migrate` from making them
+``dblock.W001``  db      a SQLite file without a write-ahead log
+``dblock.W002``          `AUTOCOMMIT` is off: `release="auto"` does not see when transactions end
+``dblock.W003``          `DATABASE_ROUTERS` choose where the locks live, and `USING` does not
+``dblock.W004``  db      transactions on a SQLite file that begin without the right to write
+``dblock.W005``  deploy  nothing is scheduled that deletes old rows
+``dblock.W006``  deploy  `DISABLE_SERVER_SIDE_CURSORS`, as behind a pooler in transaction mode, together with `LISTEN`
+``dblock.W007``          `ATOMIC_REQUESTS` under MySQL's REPEATABLE READ: a view may not see what was written before
+``dblock.W008``  deploy  locks in memory, where no other process sees them
+``dblock.W009``  deploy  a `TTL` below 2 s, or above an hour
+``dblock.W010``  db      another program has made the tables, and `migrate` would make them again
+``dblock.W011``          a `TTL` that is longer than keys are closed after a failover
+===============  ======  ===============================================================================================
 
 Rule: silence is better than a false alarm. What only matters in production is for `check --deploy`.
 """

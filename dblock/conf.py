@@ -27,9 +27,9 @@ from dblock.core.validation import (
 from dblock.core.values import TTL, Seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settings:
-    """What `DBLOCK` may contain."""
+    """What `DBLOCK` may contain. All of it is optional; lengths of time are seconds or timedeltas."""
 
     TTL: Seconds = TTL
     """Life of a lease in seconds, unless db_lock() is told otherwise."""

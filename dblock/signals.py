@@ -18,10 +18,10 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 
 lock_lost = Signal()
-"""Arguments: `lock`, and `reason`, a `Reason`."""
+"""The lease ended before the work did. Arguments: `lock`, and `reason`, a `Reason`."""
 
 lock_at_risk = Signal()
-"""Argument: `lock`. A renewal is late; the lease may still be good."""
+"""A renewal is late; the lease may still be good. Argument: `lock`."""
 
 
 class EventSignal(Signal):
@@ -50,11 +50,14 @@ class EventSignal(Signal):
 
 
 lock_acquired = EventSignal(Kind.ACQUIRED)
+"""A tenure has begun, or was entered again."""
 lock_contended = EventSignal(Kind.CONTENDED)
 """Somebody else has the key: a flow begins to wait, or is refused at once."""
 lock_gave_up = EventSignal(Kind.GAVE_UP)
 """That flow has not got the key."""
 lock_released = EventSignal(Kind.RELEASED)
+"""A flow has left the lock."""
 lock_reaped = EventSignal(Kind.REAPED)
+"""Old rows were deleted."""
 lock_forced = EventSignal(Kind.FORCED)
 """Somebody has freed a key that another one held."""

@@ -22,10 +22,12 @@ from django.core import checks
 from django.db import connections
 from django.test import Client, override_settings
 
+import dblock
 from dblock import (
     Lock,
     LockLost,
     areap,
+    conf,
     db_lock,
     lock_acquired,
     lock_at_risk,
@@ -277,12 +279,20 @@ def test_every_check_is_documented() -> None:
     """In the table, under its id; each hint names a page, by its title: no wheel contains the file."""
     source = (ROOT / "dblock/checks.py").read_text()
     told = set(re.findall(r'id="(dblock\.[EW]\d+)"', source))
-    table = re.findall(r"^\| `(dblock\.[EW]\d+)`", (ROOT / "docs/operating.md").read_text(), re.MULTILINE)
-    assert sorted(told) == table
+    assert sorted(told) == re.findall(r"^``(dblock\.[EW]\d+)``", source, re.MULTILINE)
     pages = re.findall(r"Documentation: ([A-Z][\w ]+)\.", source)
     titles = {page.read_text().partition("\n")[0] for page in (ROOT / "docs").glob("*.md")}
     assert {f"# {page}" for page in pages} <= titles
     assert len(pages) == len(re.findall(r"\bhint ?=(?! ?hint)", source))
+
+
+def test_every_setting_and_signal_is_explained() -> None:
+    """By a docstring, of which the reference is made."""
+    settings, signals = ((ROOT / f"dblock/{name}.py").read_text() for name in ("conf", "signals"))
+    assert {*re.findall(r'^    ([A-Z_]+): .+\n    """', settings, re.MULTILINE)} == conf.NAMES
+    told = re.findall(r'^(lock_\w+) = .+\n"""', signals, re.MULTILINE)
+    assert sorted(told) == sorted(name for name in dblock.__all__ if name.startswith("lock_"))
+    assert len(told) == 8
 
 
 def test_checks_can_be_silenced() -> None:

@@ -16,7 +16,6 @@ import pytest
 
 import dblock
 import sqlalchemy_dblock
-from dblock.conf import Settings
 from dblock.core.errors import Reason
 from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
@@ -193,7 +192,6 @@ RUN = [(page, name) for page, name in RUN if name != "django" or page not in SHO
 SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"}  # in test_recipes
 ELSEWHERE = SERVED | {
     "alembic",
-    "defaults",
     "free",
     "health",
     "health-django",
@@ -485,12 +483,9 @@ def test_every_public_name_is_explained() -> None:
     assert {name for name in methods if f"`{name}`" not in reference} == set()
 
 
-def test_the_documented_settings_are_the_defaults() -> None:
-    """DBLOCK is what an empty one means; and the other names are valid ones."""
+def test_the_documented_names_of_tables_are_valid() -> None:
+    """As settings."""
     space: dict[str, dict[str, object]] = {}
-    exec(block("docs/reference.md", "defaults"), space)
-    assert Settings(**space["DBLOCK"]) == Settings()  # type: ignore[arg-type]
-    assert set(space["DBLOCK"]) == set(Settings.__dataclass_fields__)
     exec(block("docs/databases.md", "names-settings"), space)
     names = space["DBLOCK"]
     assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'
