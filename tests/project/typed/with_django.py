@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
 from typing import Self
 
 from dblock import (
@@ -30,6 +31,11 @@ class Audited(Lock):
     def __enter__(self) -> Self:
         assert self.key
         return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
 
 
 def written(fence: int) -> None:
