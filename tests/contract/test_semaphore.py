@@ -453,8 +453,7 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
     with pytest.raises(PermitNotHeld):
         actor.call(sem, "release", 2)
     actor.call(sem, "release")
-    with pytest.raises(LockNotHeld, match="cannot show the slot"):
-        _ = second.slot
+    assert second.slot is None
     if either.variant == "django":
         import dblock
 

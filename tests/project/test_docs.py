@@ -164,7 +164,7 @@ assert list(Account.objects.order_by("pk").values_list("balance", flat=True)) ==
 swap("42", "43")
 from dblock import db_lock
 assert left == {"42": 2, "43": 1}
-found = db_locks("a", "b", "{c}")(lambda c: [db_locks("a", "b").fence, db_lock(c).fence, db_rwlock("w").read().state])
+found = db_locks("a", "b", "{c}")(lambda c: [db_locks("a", "b").fence, db_lock(c).fence, db_rwlock("w").read().fence])
 assert all(found("c")[:2]) and not found("c")[2]
 assert report == {"text": "new"} and sent == ["new", True, False] and total("monday") == 8
 assert call_api("42", "a book") == ("42", "a book") and semaphore.held == [] and semaphore.available() == 3
@@ -172,7 +172,7 @@ other = db_leader("importer")
 assert other.campaign(timeout=5) and other.term > terms[0]
 other.resign()
 """,
-    "docs/family.md sqlalchemy": "assert write.state is None and permit.state is None and locks.state is None",
+    "docs/family.md sqlalchemy": "assert write.state is None and permit.slot is None and locks.state is None",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
     "docs/coming-from.md once-a-minute": """
 import threading
@@ -312,7 +312,7 @@ written = []
 def write(*line):
     written.append(line)
 {example}
-assert written[0][0] > 0 and lock.state is None and set(lock.answers.values()) == {{"granted"}}
+assert written[0][0] > 0 and lock.fence is None and set(lock.answers.values()) == {{"granted"}}
 """
 
 

@@ -233,15 +233,13 @@ class BaseLock:
         return None if hold is None else hold.tenure.owner
 
     @property
-    def fence(self) -> int:
-        """The number of this flow's tenure, greater than every earlier one of the key.
+    def fence(self) -> int | Any:
+        """The number of this flow's tenure, greater than every earlier one of the key; None without one.
 
-        Raises LockNotHeld without a hold.
+        For type checkers it is an `int`, as it is inside a `with`; `Any` lets them accept a comparison with None.
         """
         hold = self._hold()
-        if hold is None:
-            raise self._not_held("show the fence of")
-        return hold.tenure.fence
+        return None if hold is None else hold.tenure.fence
 
     @property
     def count(self) -> int:

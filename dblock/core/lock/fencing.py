@@ -11,4 +11,7 @@ def fence_of(lock: BaseLock | int) -> int:
         return lock
     if not isinstance(lock, BaseLock):
         raise TypeError(f"a fence is a lock or a number, not {type(lock).__name__}")
-    return lock.fence
+    fence: int | None = lock.fence
+    if fence is None:
+        raise lock._not_held("write under")
+    return fence

@@ -66,16 +66,17 @@ class IsPermit(BaseLock):
         return self._opens_block and any(block.entry.lock is not None for block in self._blocks)
 
     @property
-    def slot(self) -> int:
-        """The number of the permit, from 0, which no other holder has meanwhile. Raises LockNotHeld without a hold."""
+    def slot(self) -> int | Any:
+        """The number of the permit, from 0, which no other holder has meanwhile; None if this permit is not held.
+
+        For type checkers as `fence`.
+        """
         hold = self._hold()
-        slot = None if hold is None else slot_of(hold.tenure.key)
-        if slot is None:
-            raise self._not_held("show the slot of")
-        return slot
+        return None if hold is None else slot_of(hold.tenure.key)
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._hold() is None else f"{super().__repr__()[:-1]}, slot {self.slot}>"
+        slot = self.slot
+        return super().__repr__() if slot is None else f"{super().__repr__()[:-1]}, slot {slot}>"
 
     def _own_hold(self, verb: str) -> Hold:
         hold = super()._own_hold(verb)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import clock
 from dblock.core.acquire.request import Refused
-from dblock.core.errors import LockError, LockTimeout
+from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
@@ -86,6 +86,8 @@ class BaseLocks:
         """
         found: dict[str, int] = {}
         for lock in self._members:
+            if lock.fence is None:
+                raise LockNotHeld(f"{lock.key!r} is not held by this thread or task", key=lock.key)
             found[lock.key] = max(found.get(lock.key, 0), lock.fence)
         return found
 
