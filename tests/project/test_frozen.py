@@ -126,7 +126,7 @@ def names() -> dict[str, Any]:
         "opentelemetry": sorted(re.findall(r'create_\w+\(\s*"([\w.]+)"', inspect.getsource(opentelemetry))),
         "commands": _commands(),
         "json": _json(),
-        "exit statuses": {name: getattr(running, name) for name in ("BUSY", "LOST", "NOT_ENDED", "UNAVAILABLE")},
+        "exit statuses": {name: getattr(running, name) for name in ("BUSY", "LOST", "UNAVAILABLE")},
         "execution options": sorted({found for source in _sources() for found in _EXECUTION_OPTION.findall(source)}),
         "permissions": re.findall(r'^ +\("(\w+_lock)", ', (ROOT / "dblock/models.py").read_text(), re.MULTILINE),
         "fixtures": re.findall(r"^def (dblock_\w+)", (ROOT / "dblock/pytest_plugin.py").read_text(), re.MULTILINE),
