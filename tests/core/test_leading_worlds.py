@@ -75,7 +75,7 @@ class Actor:
 
     def block(self) -> Steps[None]:
         leader = self.house.leader
-        yield from self.driving(leader._enter, has_body=True)
+        yield from self.driving(leader._enter, None, has_body=True)
         [(_, candidacy)] = [each for each in leader._blocks if each[0] is self.flow.ref]
         error = (yield Call(self.body, (candidacy.hold.tenure.fence,))).error
         self.cancel = None

@@ -281,7 +281,7 @@ def test_commands_of_contributors() -> None:
     targets = set(re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known = {name for each in targets for name in each.split()}
     assert {*re.findall(r"\bmake (\w+)", text("CONTRIBUTING.md"))} <= known
-    told = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {line.split()[0] for line in told.splitlines()} == known - {"mypy", "pyright", "imports"}, "parts of lint"
 
 
