@@ -210,15 +210,14 @@ def test_a_question_is_one_round_trip(wire: Wire, monkeypatch: pytest.MonkeyPatc
     timed(monkeypatch, trusted_idle=0.0)
     for _ in range(8):  # prepared
         wire.actor.within(lock)
-    proxy.counting_new, before = False, proxy.round_trips
-    for _ in range(10):
-        wire.actor.within(lock)
-    assert proxy.round_trips - before == 40, proxy.heard[before:]
+
+    def cycles() -> None:
+        for _ in range(10):
+            wire.actor.within(lock)
+
+    assert proxy.counted(cycles) == 40, proxy.heard
     timed(monkeypatch, trusted_idle=5.0)
-    before = proxy.round_trips
-    for _ in range(10):
-        wire.actor.within(lock)
-    assert proxy.round_trips - before == 20, proxy.heard[before:]
+    assert proxy.counted(cycles) == 20, proxy.heard
 
 
 @pytest.mark.direct

@@ -61,11 +61,13 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
     for _ in range(4):
         with lock:
             pass
-    before = proxy.round_trips
-    for _ in range(20):
-        with lock:
-            pass
-    assert proxy.round_trips - before == 40, proxy.heard[before:]
+
+    def cycles() -> None:
+        for _ in range(20):
+            with lock:
+                pass
+
+    assert proxy.counted(cycles) == 40, proxy.heard
 
 
 @pytest.mark.parametrize(("what", "most"), [("read", 2), ("write", 3), ("permit", 2), ("downgrade", 5)])
@@ -80,18 +82,15 @@ def test_round_trips_of_the_family(server: str, proxy: Proxy, what: str, most: i
         "permit": sqlalchemy_dblock.db_semaphore(engine, "s", 3),
     }[what]
 
-    def cycle() -> None:
-        with held:
-            if what == "downgrade":
-                held.downgrade()
+    def cycles() -> None:
+        for _ in range(20):
+            with held:
+                if what == "downgrade":
+                    held.downgrade()
 
-    for _ in range(20):  # each slot has a row, and each statement is prepared
-        cycle()
-    proxy.counting_new, before = False, proxy.round_trips
-    for _ in range(20):
-        cycle()
+    cycles()  # each slot has a row, and each statement is prepared
     extra = {"read": 1, "permit": 1, "write": 0, "downgrade": 1}[what] if server in INNODB else 0
-    assert proxy.round_trips - before == 20 * (most + extra), proxy.heard[before:]
+    assert proxy.counted(cycles) == 20 * (most + extra), proxy.heard
     engine.dispose()
 
 
@@ -100,10 +99,12 @@ def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, 
     run(server, _STRANGER[server])
     for _ in range(10):  # prepared
         assert lock.acquire(blocking=False) is False
-    proxy.counting_new, before = False, proxy.round_trips
-    for _ in range(10):
-        assert lock.acquire(blocking=False) is False
-    assert proxy.round_trips - before == 20, proxy.heard[before:]
+
+    def tries() -> None:
+        for _ in range(10):
+            assert lock.acquire(blocking=False) is False
+
+    assert proxy.counted(tries) == 20, proxy.heard
 
 
 def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None:
