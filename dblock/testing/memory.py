@@ -227,7 +227,7 @@ class MemoryWatchdog(Watchdog):
     store: MemoryStore
 
     def wake(self) -> None:
-        """Does nothing: whoever moves the clock does what is due."""
+        """Do nothing: the caller that moves the clock does what is due."""
 
     def see_to_it(self) -> float:
         """Do what is due; seconds until something else is."""
