@@ -23,8 +23,8 @@ from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
-from dblock.core.lock import seldom  # noqa: F401 # pyright: ignore[reportUnusedImport] - see there
 from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
@@ -127,8 +127,6 @@ class DjangoStore(BaseStore):
         close = partial(self._source.terminate, connection)
         try:
             if self.database.dialect.queue.sleep_until_killed is not None:
-                from dblock.core.lock.kill_query_listener import open_listener  # noqa: PLC0415 - on databases that have one
-
                 return open_listener(self, connection, close, channel, wakeups)
             if connection.direct:
                 make: Any = PsycopgSubscription if hasattr(connection.raw, "pgconn") else Psycopg2Subscription

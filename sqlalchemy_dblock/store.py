@@ -18,6 +18,7 @@ from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -29,6 +30,7 @@ from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
+from sqlalchemy_dblock.listening import SUBSCRIPTIONS
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
@@ -78,7 +80,6 @@ class EngineStore(BaseStore):
         name, tables = engine.dialect.name, options.tables
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
-        from dblock.core.lock import seldom  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport] - see there
         from dblock.drivers.tried import refuse_untried  # noqa: PLC0415 - once for each engine
 
         refuse_untried(name, engine.dialect.driver, "the engine")
@@ -120,8 +121,6 @@ class EngineStore(BaseStore):
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
-        from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only for waiters
-
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
         by_kill_query = self.database.dialect.queue.sleep_until_killed is not None
         if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
@@ -130,8 +129,6 @@ class EngineStore(BaseStore):
         close = partial(self._source.terminate, connection)
         try:
             if make is None:
-                from dblock.core.lock.kill_query_listener import open_listener  # noqa: PLC0415 - only on MySQL and MariaDB
-
                 return open_listener(self, connection, close, channel, wakeups)
             if connection.direct:
                 driver = connection.raw.driver_connection if self.asynchronous else connection.raw

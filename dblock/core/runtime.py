@@ -8,17 +8,18 @@ module logs through and a fork empties. Pools and lock objects are the caller's.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, MutableMapping, MutableSet, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock
 from dblock.core.acquire import handover
+from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.connection import FD_LOCK
@@ -29,13 +30,10 @@ from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.watchdog import Watchdog, run_apart
-
-if TYPE_CHECKING:
-    from dblock.core.acquire.listener import Listener
-    from dblock.core.wakeup.local_socket import LocalSockets
 
 
 class Runtime:
@@ -79,15 +77,13 @@ class Runtime:
         """The sockets by which processes of this machine notify waiters of this one; made when first needed."""
         sockets = self._sockets
         if sockets is None:
-            from dblock.core.wakeup.local_socket import LocalSockets  # noqa: PLC0415 - for those who wait
-
             with self._lock:
                 sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
         return sockets
 
     def waiter_services(self, store: Store) -> WaiterServices:
         """The services of this process for waiters of a database, in threads or on the running event loop."""
-        loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
+        loop = asyncio.get_running_loop() if store.asynchronous else None
         # On the store, since they refer to it: both have the same lifetime.
         known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
         found = known.get(loop)
@@ -199,8 +195,6 @@ class ProcessServices(WaiterServices):
         if not self._store.renewable or self._store.database.dialect.queue.call is None:
             return
         if self._listener is None:
-            from dblock.core.acquire.listener import Listener  # noqa: PLC0415 - for those who wait for long
-
             made = Listener(self._store, self.runtime.wakeups, self.runtime.sockets().channel)
             _ = vars(self).setdefault("_listener", made)  # another thread may be as far
         assert self._listener is not None  # noqa: S101 - never unset

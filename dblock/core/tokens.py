@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
+from dblock.core.share_keys import valid_row_key
 from dblock.core.statements.base import Masked
 from dblock.core.validation import valid_span, valid_ttl
 from dblock.core.values import SHARE, KeyKind, Tenure
@@ -67,12 +68,6 @@ def kind_of(key: str) -> KeyKind:
     return KeyKind.LOCK if not share else KeyKind.SEMAPHORE if share.startswith("p") else KeyKind.READ_WRITE
 
 
-def _row_key(key: object) -> str:
-    from dblock.core.share_keys import valid_row_key  # noqa: PLC0415 - only for who is handed a text
-
-    return valid_row_key(key)
-
-
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
@@ -80,7 +75,7 @@ def valid_token(text: object) -> Token:
         key, owner, fence, ttl, grace, min_hold = _unpacked(text, _OF_WRITER if writes else _TOKEN)
         if not (isinstance(owner, str) and _SECRET.fullmatch(owner)):
             raise _Malformed
-        tenure = Tenure(_row_key(key), Masked(owner), _fence(fence))
+        tenure = Tenure(valid_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
         return Token(tenure, *spans, kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
     del text  # an error report may show the locals
@@ -93,7 +88,7 @@ def valid_sequencer(text: object) -> Sequencer:
         key, mode, fence = _unpacked(text, _SEQUENCER)
         if mode != ("shared" if f"{SHARE}r" in key else "exclusive"):
             raise _Malformed
-        return Sequencer(_row_key(key), mode, _fence(fence))
+        return Sequencer(valid_row_key(key), mode, _fence(fence))
     except (InvalidKey, TypeError, ValueError):
         raise InvalidToken("this is not a sequencer") from None
 

@@ -9,8 +9,8 @@ is added to it.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,7 +109,7 @@ class Held(Hold):
         self.said: dict[str, str] = {}
         """The last answer of each database."""
         self.lease: Trust = Trust(self, grant)
-        self.loop = sys.modules["asyncio"].get_running_loop() if members[0]._store().asynchronous else None
+        self.loop = asyncio.get_running_loop() if members[0]._store().asynchronous else None
         self._begun = set[int]()
         """The databases that are being left."""
         self._at_risk = False

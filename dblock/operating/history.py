@@ -11,9 +11,9 @@ name has led to since: a test runner drops its database, and resets the alias.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -76,7 +76,7 @@ class History:
         if kind not in _SECONDS or event.how == "reentered" or (kind is Kind.RELEASED and event.depth):
             return
         if store.asynchronous:
-            self._loop = sys.modules["asyncio"]._get_running_loop() or self._loop
+            self._loop = asyncio._get_running_loop() or self._loop
         location = store.location
         with self._mutex:
             if location != self._location:

@@ -17,7 +17,7 @@ import pytest
 from django.db import transaction
 
 from dblock.core import runtime
-from dblock.core.acquire import handover
+from dblock.core.acquire import handover, shares
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
     InvalidKey,
@@ -405,7 +405,7 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
 
 def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
-    sem, leave, interrupts = semaphore(either, 3), handover._leave_share, [Interrupted()]
+    sem, leave, interrupts = semaphore(either, 3), shares.leave_share, [Interrupted()]
 
     def interrupted(*given: Any) -> Any:
         if interrupts:
@@ -413,7 +413,7 @@ def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkey
         return leave(*given)
 
     assert actor.call(sem, "acquire", n=3) is True
-    monkeypatch.setattr(handover, "_leave_share", interrupted)
+    monkeypatch.setattr(handover, "leave_share", interrupted)
     with pytest.raises(Interrupted):
         actor.call(sem, "release", 3)
     assert sem.held == in_use(either) == []

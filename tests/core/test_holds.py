@@ -829,7 +829,7 @@ def test_a_renewal_thread_that_cannot_be_started_is_started_later(
                 raise RuntimeError("can't start new thread")
             super().__init__(of)
 
-    monkeypatch.setattr("dblock.core.watchdog.renewals.Renewer", Refused)
+    monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", Refused)
     timed(monkeypatch, waiter_ttl=0.6)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     for of, owner in ((store, "waits"), (other, "beside")):
@@ -848,7 +848,7 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
     def refuse(_: Store) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("dblock.core.watchdog.renewals.Renewer", refuse)
+    monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", refuse)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     given = SimpleQueue[Any]()
     watch._renewers[store] = SimpleNamespace(ready=False, batches=given)  # type: ignore[assignment]

@@ -26,8 +26,8 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio", "dblock.majority")),
-        ("dblock.majority.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
+        ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "psycopg", "dblock.majority")),
+        ("dblock.majority.locks", ("django", "sqlalchemy", "celery", "psycopg")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
         ("dblock.cli", ("django", "sqlalchemy", "celery")),
         ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
@@ -145,10 +145,10 @@ ours = [compile(module.__loader__.get_source(name), "", "exec") for name, module
 print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 """
     # The same code is an eighth larger on Python 3.14, and a seventh on 3.15.
-    most = 710_000 if sys.version_info < (3, 14) else 799_000 if sys.version_info < (3, 15) else 814_000
+    most = 942_000 if sys.version_info < (3, 14) else 1_060_000 if sys.version_info < (3, 15) else 1_080_000
     for before, module, most_others, most_bytes in (
         ("pass", "dblock", 40, 10_000),
-        ("import sqlalchemy", "sqlalchemy_dblock", 10, most),
+        ("import sqlalchemy", "sqlalchemy_dblock", 12, most),
     ):
         others, ours = map(int, python(count.format(before, module)).split())
         assert others < most_others
@@ -217,26 +217,15 @@ with db_lock(engine, "gone", ttl=0.4):
     assert python(code).splitlines()[-1] == f"{told} None ['dblock watchdog']"
 
 
-def test_what_functions_of_the_core_import_is_loaded_before() -> None:
-    """With the package, or with the first database; asyncio is loaded where a loop runs."""
-    named = set[str]()
+def test_no_function_of_the_core_imports() -> None:
+    """What handles an error is loaded before the error comes: later the code on the disk may have been replaced."""
+    found = set[str]()
     for path in (ROOT / "dblock" / "core").rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
-            for node in ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ():
-                if isinstance(node, ast.ImportFrom):
-                    inside = [f"{node.module}.{each.name}" for each in node.names]
-                    named.update(each for each in inside if (ROOT / f"{each.replace('.', '/')}.py").exists())
-                    named.add(str(node.module))
-                elif isinstance(node, ast.Import):
-                    named.update(each.name for each in node.names)
-    code = f"""
-import sys
-import sqlalchemy_dblock
-import dblock.core.lock.seldom
-print(sorted({named} - set(sys.modules)))
-"""
-    assert len(named) > 10
-    assert set(ast.literal_eval(python(code))) <= {"asyncio"}
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = [node for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
+                found.update(f"{path.relative_to(ROOT)}:{node.lineno}" for node in inside)
+    assert found == set()
 
 
 def test_without_greenlet(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import Stage
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.shares import wrong_kind
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.acquire.waiting import Waiter
@@ -125,8 +126,6 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
             return grant
         holder = yield from look(database, key, until)
         if holder is not None and holder.kind != request.kind:
-            from dblock.core.acquire.shares import wrong_kind  # noqa: PLC0415 - only for the error
-
             raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"
         if held and now() >= deadline:

@@ -14,9 +14,9 @@ import contextlib
 import math
 from collections.abc import Sequence
 from enum import Enum
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from dblock.core.acquire.shares import leave_share, notify_door
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
@@ -56,26 +56,10 @@ def grant(
         held.handed_over = True  # before the waiter is notified
         site.note_contention(key)
     channel, message = granted
-    here = channel is not None and (yield from tell(site, channel, message))
+    here = channel is not None and (yield from site.tell(channel, message))
     if held is not None:
         site.note_handover(key, here=here)
     return True
-
-
-def tell(site: Site, channel: str, message: Message) -> Steps[bool]:
-    """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll.
-
-    Returns whether it is on this machine, as far as is known.
-    """
-    sockets = site.sockets
-    ours = not channel or channel.startswith(sockets.channel)
-    if (ours and site.wakeups.notify(message)) or not channel:
-        return True
-    here = sockets.notify(channel, message.text())
-    if not here:
-        with contextlib.suppress(LockStoreError):
-            yield from queue.call(site.database, channel.partition(".")[0], message)
-    return here
 
 
 def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf) -> Steps[bool]:
@@ -105,22 +89,10 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
             yield from queue.clear(database, key, last)
         else:
             ticket, channel, _ = found
-            _ = yield from tell(site, channel, Message(key, ticket))
+            _ = yield from site.tell(channel, Message(key, ticket))
     except LockStoreError:
         return True
     return found is not None
-
-
-def _shares() -> ModuleType:
-    """The module that leaves shares, imported with the first."""
-    from dblock.core.acquire import shares  # noqa: PLC0415 - not for plain locks
-
-    return shares
-
-
-def _leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
-    steps: Steps[bool] = _shares().leave_share(site, held, until)
-    return steps
 
 
 def release(site: Site, held: HandoverRecord, *, min_hold: float = 0.0) -> Steps[bool]:
@@ -148,10 +120,10 @@ def free(site: Site, held: HandoverRecord, *, min_hold: float = 0.0, until: floa
         return True
     shared = SHARE in held.tenure.key
     if shared and not min_hold:
-        return (yield from _leave_share(site, held, until))
+        return (yield from leave_share(site, held, until))
     left = yield from tenures.release(site.database, held.tenure, min_hold, until)
     if shared:
-        yield from _shares().notify_door(site, held.tenure.key)
+        yield from notify_door(site, held.tenure.key)
     elif left.waiting:
         _ = yield from grant_next(site, held.tenure.key, left.waiting)
     return left.in_time
@@ -165,7 +137,7 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
     """
     if SHARE in held.tenure.key:
-        return _leave_share(site, held)
+        return leave_share(site, held)
     return _pass_on(site, held)
 
 

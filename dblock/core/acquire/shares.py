@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from dblock.core.acquire.handover import tell
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, WrongKind
 from dblock.core.holding.handover_record import HandoverRecord
@@ -40,7 +39,7 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
             )
         if answer and answer[0][0] is not None:
             channel, fence = answer[0]
-            yield from tell(site, channel, Message(door_bell(door), int(fence)))
+            yield from site.tell(channel, Message(door_bell(door), int(fence)))
 
 
 def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:

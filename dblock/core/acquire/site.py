@@ -5,6 +5,7 @@ Rule: there is one site for each store of the process (`dblock.core.runtime`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from dblock.core.acquire.local_queue import LocalQueue, Stage
+from dblock.core.errors import LockStoreError
+from dblock.core.protocol import queue
 from dblock.core.protocol.sending import Database
-from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.protocol.steps import Steps
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 
 if TYPE_CHECKING:
     from dblock.core.acquire.waiting import Waiter
@@ -90,6 +94,21 @@ class Site:
                 first.notify()
             else:
                 _ = self.trying.pop(key, None)
+
+    def tell(self, channel: str, message: Message) -> Steps[bool]:
+        """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll.
+
+        Returns whether it is on this machine, as far as is known.
+        """
+        sockets = self.sockets
+        ours = not channel or channel.startswith(sockets.channel)
+        if (ours and self.wakeups.notify(message)) or not channel:
+            return True
+        here = sockets.notify(channel, message.text())
+        if not here:
+            with contextlib.suppress(LockStoreError):
+                yield from queue.call(self.database, channel.partition(".")[0], message)
+        return here
 
     def freed(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""

@@ -21,6 +21,7 @@ from dblock.core.acquire.site import Site
 from dblock.core.errors import LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import epoch, queue
+from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
@@ -453,8 +454,6 @@ class Waiter:
             soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
             if now() >= self.deadlock_check_due:
-                from dblock.core.protocol.deadlock import deadlock  # noqa: PLC0415 - only for long waits
-
                 error = yield from deadlock(database, place.owner, self.held(), self.until)
                 if error is not None:
                     raise error

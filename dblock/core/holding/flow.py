@@ -15,11 +15,11 @@ holds stay the parent's.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import math
 import secrets
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
@@ -33,6 +33,7 @@ from dblock.core.errors import Reason
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
+from dblock.core.machine import machine
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
 from dblock.core.text import printable
@@ -133,8 +134,6 @@ class Flows:
 
     def _new(self, thread: str, life: Any, *, is_task: bool = False) -> Flow:
         if self._process is None:  # without a lock, which a thread that a fork ended might hold for ever
-            from dblock.core.machine import machine  # noqa: PLC0415 - once
-
             here = machine() or secrets.token_hex(MACHINE // 2)
             self._process = here + secrets.token_hex(4), process_identity()
         prefix, process = self._process
@@ -209,10 +208,7 @@ class Flows:
 
 def current_task() -> Any:
     """The running asyncio task, or None."""
-    asyncio = sys.modules.get("asyncio.events")
-    if asyncio is None or asyncio._get_running_loop() is None:
-        return None
-    return sys.modules["asyncio"].current_task()
+    return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
 class HoldObserver(Protocol):

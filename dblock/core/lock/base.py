@@ -18,10 +18,12 @@ from dblock.core import runtime
 from dblock.core.acquire import acquiring
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.lock import failures
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Cancel, Steps
@@ -33,7 +35,6 @@ from dblock.core.validation import valid_key, valid_timeout, valid_ttl
 from dblock.core.values import TTL, Grant, KeyKind, LockInfo, Seconds, State
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.sharing import Sharing
     from dblock.core.lock.key_template import Template
 
 T = TypeVar("T")
@@ -66,8 +67,6 @@ class Taking(NamedTuple):
 
     def sharing(self) -> Sharing:
         """Acquire a share of the key, or the key beside shares."""
-        from dblock.core.acquire.sharing import Sharing  # noqa: PLC0415 - not for plain locks
-
         return Sharing(
             self.site,
             self.request,
@@ -135,9 +134,7 @@ class BaseLock:
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
         if hold.kind != self._kind or hold.reading > self._reading:
-            from dblock.core.lock.failures import must_not_enter  # noqa: PLC0415 - only for the error
-
-            raise must_not_enter(self, hold)
+            raise failures.must_not_enter(self, hold)
 
     # -- what a face provides
 
@@ -373,14 +370,10 @@ class BaseLock:
         return hold
 
     def _forked(self) -> LockNotHeld:
-        from dblock.core.lock.failures import forked  # noqa: PLC0415 - only for the error
-
-        return forked(self)
+        return failures.forked(self)
 
     def _not_held(self, verb: str) -> LockNotHeld:
-        from dblock.core.lock.failures import not_held  # noqa: PLC0415 - only for the error
-
-        return not_held(self._key, verb)
+        return failures.not_held(self._key, verb)
 
     def _lost(self, hold: Hold) -> LockLost:
         runtime.current.watchdog.announce(hold)

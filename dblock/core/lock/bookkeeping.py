@@ -5,8 +5,8 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ def begin_hold(
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
     hold.kind, hold.reading = lock._kind, lock._reading
     if store.asynchronous:
-        hold.loop = sys.modules["asyncio"].get_running_loop()
+        hold.loop = asyncio.get_running_loop()
     flow.takes += 1
     if 2 * flow.takes >= len(flow.holds):  # so that the cost of a take does not grow with their number
         flow.takes = 0

@@ -20,6 +20,8 @@ from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold, forget
+from dblock.core.lock.failures import timed_out, waits_for_itself
+from dblock.core.lock.key_template import or_skip
 from dblock.core.lock.leaving import _release
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
@@ -131,8 +133,6 @@ def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | 
             yield from sleep(hold.store, timeout)
         return Refused((yield from tenures.look(hold.store.database, hold.tenure.key)))
     if reads or (timeout is None and hold.endless):
-        from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
-
         raise waits_for_itself(lock, flow)
     return None
 
@@ -181,8 +181,6 @@ def enter(lock: BaseLock, its: Loaded | None = None) -> Steps[None]:
     steps = enter_block(lock, lock._timeout, end, opened)
     if lock.options.on_busy == "raise":
         return steps
-    from dblock.core.lock.key_template import or_skip  # noqa: PLC0415 - for those who decorate
-
     return or_skip(lock, steps)
 
 
@@ -200,8 +198,6 @@ def enter_block(
     else:
         found = yield from acquire(lock, timeout, "with", flow, end=end)
         if isinstance(found, Refused):
-            from dblock.core.lock.failures import timed_out  # noqa: PLC0415 - only for the error
-
             raise (yield from timed_out(lock, found)) from found.busy
         hold = found
     block = Block(hold.entries[-1], hold)

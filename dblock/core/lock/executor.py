@@ -7,16 +7,17 @@ Rule: the class of an error that is raised here says what it means for the proto
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Final, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import LockError, LockStoreError, StoreConflict
+from dblock.core.lock import failures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
@@ -30,13 +31,6 @@ _ANSWERS: Final = frozenset({int, float, str, type(None)})
 
 
 T = TypeVar("T")
-
-
-def _failures() -> ModuleType:
-    """The module that makes errors, imported with the first one."""
-    from dblock.core.lock import failures  # noqa: PLC0415 - see there
-
-    return failures
 
 
 class ConnectionSource(Protocol):
@@ -106,7 +100,7 @@ class BaseStore:
             failure = self.database.dialect.classify(error)
             if not deadlines.disarm(connection):
                 self._source.drop(connection, others=False)
-                raise _failures().late(step, until - now, database=self._described) from error
+                raise failures.late(step, until - now, database=self._described) from error
             self._give_back(connection, failure)
             if failure is Failure.DUPLICATE:
                 return []
@@ -114,7 +108,7 @@ class BaseStore:
         except UnicodeError:
             _ = deadlines.disarm(connection)
             self._source.give_after_error(connection)
-            raise _failures().unstorable(database=self._described) from None
+            raise failures.unstorable(database=self._described) from None
         except BaseException:  # interrupted during the answer
             _ = deadlines.disarm(connection)
             self._source.drop(connection, others=False)
@@ -136,7 +130,7 @@ class BaseStore:
         try:
             connection = self._source.take(until, critical=step.statement.critical, priority=step.statement.priority)
         except StoreConflict as error:
-            described = type(error)(f"{self._described}: {error}", key=_failures().key_of(step))
+            described = type(error)(f"{self._described}: {error}", key=failures.key_of(step))
             described.late = error.late
             raise described from None
         except self._connect_errors as error:
@@ -146,7 +140,7 @@ class BaseStore:
             if self.database.dialect.classify(cause) is Failure.LOCKED:
                 raise self.error(cause, step) from cause
             mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)
-            raise _failures().unreachable(error, step, database=self._described, mistake=mistake) from cause
+            raise failures.unreachable(error, step, database=self._described, mistake=mistake) from cause
         if step.location not in {None, connection.location}:
             self._source.give(connection)
             raise LockStoreError(f"{self._described} is another one than the one that was meant")
@@ -185,17 +179,13 @@ class BaseStore:
         if isinstance(step, Wait):
             await step.wakeup.wait_async(step.seconds)
         else:
-            import asyncio  # noqa: PLC0415 - a third of the core's import time
-
             await asyncio.sleep(step.seconds)
 
     def error(self, error: BaseException, step: Execute) -> LockError:
         """The lock's error for a driver's error."""
         failure = self.database.dialect.classify(error)
-        failures = _failures()
         kind = failures.schema_error if failure in failures.SCHEMA else failures.store_error
-        meant: LockError = kind(failure, error, step, self)
-        return meant
+        return kind(failure, error, step, self)
 
     def _why_locked(self, error: BaseException) -> str:
         """A likely reason why the whole database is locked, for messages."""
@@ -231,7 +221,7 @@ class BaseStore:
         for row in rows:
             for value in row:
                 if type(value) not in _ANSWERS:
-                    raise _failures().converted(value, step, database=self._described)
+                    raise failures.converted(value, step, database=self._described)
 
 
 def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:

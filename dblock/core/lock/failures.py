@@ -24,7 +24,7 @@ from dblock.core.errors import (
     StoreUnanswered,
     WrongKind,
 )
-from dblock.core.protocol import tenures
+from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Failure
@@ -246,8 +246,6 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     found, busy = refused
     if busy is not None or (found is not None and found.state == "held"):
         return ""
-    from dblock.core.protocol import epoch  # noqa: PLC0415 - rarely needed
-
     database = lock._store().database
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
     if not seconds:

@@ -14,6 +14,7 @@ from dblock.core.holding.flow import Block, Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
+from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -205,8 +206,6 @@ class SyncLock(BaseLock):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
-        from dblock.core.lock.key_template import decorated  # noqa: PLC0415 - only for decorators
-
         return decorated(self, function)
 
 
@@ -268,6 +267,4 @@ class AsyncLock(BaseLock):
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
-        from dblock.core.lock.key_template import adecorated  # noqa: PLC0415 - only for decorators
-
         return adecorated(self, function)

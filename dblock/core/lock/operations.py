@@ -10,6 +10,7 @@ from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
+from dblock.core.lock.failures import stale_snapshot
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values
@@ -68,8 +69,6 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
         raise lock._lost(hold)
     _ = yield from verify(lock)
     if not pinned[0][0]:
-        from dblock.core.lock.failures import stale_snapshot  # noqa: PLC0415 - only for the error
-
         raise stale_snapshot(lock, hold)
 
 

@@ -8,17 +8,15 @@ it returns into the child too, where the steps themselves have to know their par
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Coroutine
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate, isawaitable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dblock.core.errors import LockError, LockNotHeld
 from dblock.core.protocol.steps import Call, Cancel, Execute, Outcome, Rows, Sleep, Steps, Wait
-
-if TYPE_CHECKING:
-    import asyncio
 
 T = TypeVar("T")
 
@@ -85,8 +83,6 @@ async def adrive(
     steps if `undisturbed`, run to their end whatever cancellations follow (anyio, and with it Starlette and FastAPI,
     cancels a task again and again until it has ended); the last of these is raised then.
     """
-    import asyncio  # noqa: PLC0415 - a third of this package's import time
-
     reply: Rows | Outcome | None = None
     put_off: list[BaseException] = []
     process = process or os.getpid()
@@ -153,15 +149,11 @@ def plain_task(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | N
     An eager task (`asyncio.eager_task_factory`) runs its first step before the call that creates it returns. That step
     would run inside the greenlet of SQLAlchemy that creates the task, and switch to the wrong greenlet from there.
     """
-    import asyncio  # noqa: PLC0415 - as above
-
     return asyncio.Task(work, loop=loop or asyncio.get_running_loop())
 
 
 async def to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
     """Await the work in a task of its own, and collect cancellations of this task in the list `put_off`."""
-    import asyncio  # noqa: PLC0415 - as above
-
     task = plain_task(work)
     while not task.done():
         ended = task.get_loop().create_future()  # as asyncio.wait() does, which costs twice as much

@@ -6,6 +6,7 @@ next poll depends on wake-ups.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from functools import partial
@@ -148,8 +149,6 @@ class Wakeup:
 
     async def wait_async(self, seconds: float) -> None:
         """Wait in this task until it is notified."""
-        import asyncio  # noqa: PLC0415 - only where it is in use
-
         loop, socket = asyncio.get_running_loop(), self.socket
         fileno = -1 if socket is None else socket.fileno()
         self._future = future = loop.create_future()

@@ -21,6 +21,7 @@ nothing. Neither it nor the threads that it waits for run code of the applicatio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import sys
@@ -40,14 +41,13 @@ from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.watchdog import reaping
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
+from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 from dblock.core.worker import Worker, start
 
 if TYPE_CHECKING:
-    import asyncio
-
     from dblock.core.observing.observers import Histories, Observers
-    from dblock.core.watchdog.renewals import Renewal, Renewer
 
 
 def _in_background(steps: Steps[None]) -> Steps[None]:
@@ -62,8 +62,6 @@ def _in_background(steps: Steps[None]) -> Steps[None]:
 def run_apart(steps: Steps[None], store: Store) -> None:
     """Run the steps in this thread, where no event loop runs."""
     if store.asynchronous:
-        import asyncio  # noqa: PLC0415 - only where it is in use
-
         asyncio.run(adrive(steps))
     else:
         drive(steps)
@@ -344,8 +342,6 @@ class Watchdog(Worker):
             soonest = min(soonest, left)
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
-            from dblock.core.watchdog.renewals import Renewal  # noqa: PLC0415 - only for long holds
-
             _ = self._send(Renewal(store, holds, self), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in self._renewers.keys() - stores:
@@ -394,8 +390,6 @@ class Watchdog(Worker):
         if renewer is None or not renewer.ready:
             if renewer is not None:  # it hangs: it ends after its answer, and another one takes its place
                 self._renewers.pop(store).batches.put(None)
-            from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
-
             try:
                 renewer = self._renewers[store] = Renewer(store)
             except RuntimeError as error:  # out of threads, or the interpreter is ending
@@ -417,8 +411,6 @@ class Watchdog(Worker):
         loop.call_soon_threadsafe(lambda: self._begin_task(loop, adrive(steps)))
 
     def _begin_task(self, loop: Any, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        from dblock.core.watchdog.renewals import quietly  # noqa: PLC0415 - only for long holds
-
         task = plain_task(quietly(work), loop)
         for each in list(self._tasks):
             if each.get_loop().is_closed():
@@ -431,8 +423,6 @@ class Watchdog(Worker):
         """Begin due reaping where locks were taken lately, in a thread or task of its own."""
         of_late, self._locked_of_late = self._locked_of_late, set()
         for store, loop in list(of_late):
-            from dblock.core.watchdog import reaping  # noqa: PLC0415 - off by default
-
             steps = reaping.begin(store, self._reap_at)
             if steps is not None:
                 self._run(steps, store, loop)
