@@ -19,11 +19,11 @@ from dblock.celery.results import place_lost
 from dblock.core import clock, runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.identity import acting_for, storable
 from dblock.core.lock.entering import attach
 from dblock.core.log import warn
 from dblock.core.tokens import valid_token
+from dblock.core.values import Grant
 
 if TYPE_CHECKING:
     from dblock.celery.options import Spec
@@ -93,7 +93,7 @@ def give_up(spec: Spec, task: Any, task_id: Any, text: str) -> None:
     try:
         info = lock.inspect()
         if info is not None and info.identity.celery_task_id == storable(str(task_id)):
-            _ = lock._drive(handover.free(runtime.current.site(lock._store()), HandoverRecord(token.tenure)))
+            _ = lock._drive(handover.free(runtime.current.site(lock._store()), Grant(token.tenure)))
     except LockError as error:
         warn("the lock of a message of %s that nobody will run ends with its lease: %s", task.name, error)
 

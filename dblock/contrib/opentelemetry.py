@@ -165,7 +165,7 @@ class Metrics:
         self._end(event, where)
 
     def _end(self, event: Event, where: dict[str, Any]) -> None:
-        self.hold.record(event.held, where)
+        self.hold.grant(event.held, where)
         if self._tenures.ended(event):
             self.held.add(-1, where)
 

@@ -213,7 +213,7 @@ class ProcessServices(WaiterServices):
 
 def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
     """Release a hold, however often it was entered."""
-    _ = yield from handover.release(site, hold.record, min_hold=hold.min_hold)
+    _ = yield from handover.release(site, hold.grant, min_hold=hold.min_hold)
 
 
 current = Runtime()

@@ -1,10 +1,11 @@
-"""Frozen values that the protocol's statements work with.
+"""Values that the protocol's statements work with; but for a grant they are frozen.
 
 Rule: user input has been checked before it comes here, by `dblock.core.validation`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -78,13 +79,19 @@ class Tenure(NamedTuple):
         return f"Tenure({self.key!r}, fence {self.fence})"  # the owner token is a secret
 
 
-class Grant(NamedTuple):
-    """A tenure and its lease, as a statement gave it."""
+@dataclass(slots=True, eq=False)
+class Grant:
+    """A tenure and its lease, as the last statement gave it; who has it releases it or hands it over.
+
+    Rule: before the heir is notified, `handed_over` is set; from then on no statement is sent that would end the
+    tenure. A crash of the database may undo the hand-over (see `dblock.core.protocol.queue`): then the old tenure keeps
+    the key closed, and must not be released.
+    """
 
     tenure: Tenure
-    sent: float
-    """The local moment at which the statement was sent."""
-    ttl: float
+    sent: float = -math.inf
+    """The local moment at which the statement was sent; by default the lease is not trusted."""
+    ttl: float = 0.0
     """Seconds that were asked for; also the length of the lease unless `term` is set."""
     ticket: int = 0
     """The ticket of the place in the queue that it was granted to; 0 if it was taken."""
@@ -92,6 +99,10 @@ class Grant(NamedTuple):
     """Number of consecutive hand-overs inside this process up to this tenure."""
     term: float = 0.0
     """Seconds of the lease if fewer than `ttl`: a granted tenure begins with the lease of its place."""
+    guarded: bool = False
+    """Whether a transaction may pin the row: then a reader's is not deleted when it leaves."""
+    handed_over: bool = False
+    """Whether the database has confirmed that another owner has the key."""
 
     @property
     def lasts(self) -> float:

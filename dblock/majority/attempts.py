@@ -13,6 +13,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
@@ -107,7 +108,7 @@ class Attempts:
             return None
         grants = {number: self.granted[number] for number in got.confirmed}
         first = next(iter(grants.values()))
-        whole = first._replace(tenure=first.tenure._replace(fence=got.fence))
+        whole = replace(first, tenure=first.tenure._replace(fence=got.fence))
         self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
         held.said = self.said
         for number, grant in grants.items():

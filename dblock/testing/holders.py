@@ -23,7 +23,6 @@ from dblock.core.acquire.slow import SlowWait
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason, WrongKind
 from dblock.core.holding.flow import Hold, current_task
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.executor import BaseStore
@@ -117,7 +116,7 @@ class Busy:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
-                _ = yield from handover.free(runtime.current.site(self._store), HandoverRecord.of(grant))
+                _ = yield from handover.free(runtime.current.site(self._store), grant)
 
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:

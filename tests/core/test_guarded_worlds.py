@@ -98,7 +98,7 @@ class Lock(FakeLock):
     def guard(self, _: object) -> None:
         [hold] = [self._surely_held()]
         place = self.store
-        hold.record.guarded = True
+        hold.grant.guarded = True
         pinned = place.step("pin", place.keep_others_out)
         drive(operations.guarded(self, hold, pinned))
 

@@ -18,7 +18,6 @@ import pytest
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Request
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
@@ -126,7 +125,7 @@ class Bearer(Sender):
         grant = self.grant
         yield Sleep(NO_STORE, 0.0)
         self.grant, self.breakable = None, True
-        _ = yield from handover.free(site, HandoverRecord(grant.tenure))
+        _ = yield from handover.free(site, Grant(grant.tenure))
 
 
 def tokens(kinds: tuple[str, ...], dialect: str, bearers: int, *, in_advance: bool, preemptions: float) -> Tokens:

@@ -19,7 +19,6 @@ from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -99,8 +98,7 @@ class Flow:
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
-                held = HandoverRecord.of(found)
-                assert (yield from handover.pass_on(site, held))
+                assert (yield from handover.pass_on(site, found))
             except (Interrupted, LockStoreError):
                 pass
             finally:
@@ -257,7 +255,7 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
 def given(process: Process, tenure: Tenure) -> Steps[bool]:
     """The holder gives the key back."""
     process.holding.clear()
-    return handover.pass_on(process.site, HandoverRecord(tenure))
+    return handover.pass_on(process.site, Grant(tenure))
 
 
 def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
@@ -312,7 +310,7 @@ def test_an_heir_believes_in_no_more_than_what_covers_it(
     begun(world, heir, "wait")
     world.time += held_for
     process.holding.clear()
-    assert play(world, handover.pass_on(process.site, HandoverRecord(Tenure("k", "o", fence))), {}) is True
+    assert play(world, handover.pass_on(process.site, Grant(Tenure("k", "o", fence))), {}) is True
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
     assert grant.lasts == pytest.approx(lasts, abs=0.01)
@@ -489,7 +487,7 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     adopted = begun(world, second, "adopt_place")
     _ = world.execute(adopted)
     assert min(place["ticket"] for place in world.waiters.values()) == ticket
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), {})
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
     grant = play(world, second, {}, [()])
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
@@ -580,7 +578,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
         join = second.send(world.execute(join) if isinstance(join, Execute) else None)
     assert not world.waiters
     joined = world.execute(join)
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), {})
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("second")
     assert isinstance(play(world, second, {}, joined), Grant)
     assert process.nobody()
@@ -592,7 +590,7 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
     world.time += 1
     with pytest.raises(StopIteration):
         first.send(world.execute(begun(world, first, "inspect")))
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), {})
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("first")
     grant = play(world, second, {})
     assert isinstance(grant, Grant)

@@ -25,7 +25,6 @@ from dblock.core.errors import (
     StoreReadOnly,
     StoreUnanswered,
 )
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
@@ -82,7 +81,7 @@ class Worker:
                 if again:
                     _ = yield from tenures.set_count(database, found.tenure, 1)
             self.believes = None
-            _ = yield from handover.release(site, HandoverRecord.of(found))
+            _ = yield from handover.release(site, found)
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until

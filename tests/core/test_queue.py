@@ -23,7 +23,6 @@ from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
@@ -81,7 +80,7 @@ class Flow:
             if self.chance.random() < 0.5:
                 yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
             self.holding = False
-            assert (yield from handover.release(site, HandoverRecord.of(grant)))
+            assert (yield from handover.release(site, grant))
             if self.chance.random() < 0.5:
                 yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
 
@@ -181,7 +180,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
-        def release(site: Any, held: HandoverRecord) -> Any:
+        def release(site: Any, held: Grant) -> Any:
             if held.ticket and (yield from handover.grant(site, held.tenure.key, held.ticket + 1, held)):
                 return True
             left = yield from tenures.release(site.database, held.tenure)
@@ -442,7 +441,7 @@ def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
         _ = world.execute(step)
         raise KeyboardInterrupt
 
-    released = handover.pass_on(world.site(), HandoverRecord(tenure, ticket - 1))
+    released = handover.pass_on(world.site(), Grant(tenure, ticket - 1))
     if broken_off:
         with pytest.raises(KeyboardInterrupt):
             play(world, released, {("grant", 0): interrupted})
@@ -463,7 +462,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.waiters["dead"]["expires_at"] = world.time
     world.wakeups.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), busy) is True
+    assert play(world, handover.free(world.site(), Grant(tenure)), busy) is True
     assert world.rows["k"]["owner"] is None
     assert wakeup.consume()
     world.wakeups.unregister("k", tickets[1], wakeup)
@@ -480,7 +479,7 @@ def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
         ticket = joining(world, f"dead{number}")
         _ = world._announce({"key": "k", "ticket": ticket})
         world.waiters[f"dead{number}"]["expires_at"] = world.time
-    assert play(world, handover.free(world.site(), HandoverRecord(tenure)), {}) is True
+    assert play(world, handover.free(world.site(), Grant(tenure)), {}) is True
     assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
 
 
@@ -738,7 +737,7 @@ def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})
     assert [place.sent > joined for place in places] == [True, True]
     kept = places[0].sent
-    assert play(world, handover.grant(world.site(), "k", 1, HandoverRecord(tenure)), {})
+    assert play(world, handover.grant(world.site(), "k", 1, Grant(tenure)), {})
     end = world.rows["k"]["expires_at"]
     world.time += 1.0
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})

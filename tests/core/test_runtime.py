@@ -21,7 +21,6 @@ import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.holding.flow import Flow
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
@@ -90,7 +89,7 @@ def test_two_processes_in_one() -> None:
             log.append((number, found))
             time.sleep(0.002)
             inside.remove(number)
-            assert (yield from handover.pass_on(site, HandoverRecord.of(found)))
+            assert (yield from handover.pass_on(site, found))
 
     threads = [
         threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s)))

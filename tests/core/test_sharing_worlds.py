@@ -20,15 +20,14 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import handover, shares, sharing
-from dblock.core.acquire.request import Refused, Request
+from dblock.core.acquire.request import Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Waiter
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.statements.sqlite import SQL
 from dblock.core.timing import DEFAULT
-from dblock.core.values import SHARE, Tenure
+from dblock.core.values import SHARE, Grant, Tenure
 from tests.conftest import timed
 from tests.support import family as family_module
 from tests.support.explore import TTL, Explored, explore
@@ -301,8 +300,7 @@ def looks_before_it_takes(patch: Patch) -> None:
     def hasty(self: Sharing) -> Steps[Any]:
         if (yield from self._listed(1)):
             return (yield from write(self))
-        held = yield from self.door(self.request)
-        return held if isinstance(held, Refused) else held.grant
+        return (yield from self.door(self.request))
 
     patch(Sharing, "_write", hasty)
 
@@ -460,7 +458,7 @@ def releases_before_it_reads(patch: Patch) -> None:
     downgrade = Sharing.downgrade
 
     def early(self: Sharing, tenure: Tenure) -> Steps[Any]:
-        _ = yield from handover.pass_on(self.site, HandoverRecord(tenure))
+        _ = yield from handover.pass_on(self.site, Grant(tenure))
         return (yield from downgrade(self, tenure))
 
     patch(Sharing, "downgrade", early)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import Place
 from dblock.core.values import QUARANTINE, Grant
@@ -223,7 +223,7 @@ def trusts_too_long(patch: Callable[..., None]) -> None:
 
     def whole(self: Place, *args: Any) -> Grant | None:
         grant = granted(self, *args)
-        return None if grant is None else grant._replace(term=0.0, sent=self.sent + TTL / 4)
+        return None if grant is None else replace(grant, term=0.0, sent=self.sent + TTL / 4)
 
     patch(Place, "granted", whole)
 
@@ -341,7 +341,7 @@ def tries_for_ever(patch: Callable[..., None]) -> None:
 def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
     """A flow that has handed the key over releases it as well, in case it had not."""
 
-    def anyhow(site: Any, held: HandoverRecord, **_options: Any) -> Any:
+    def anyhow(site: Any, held: Grant, **_options: Any) -> Any:
         left = yield from tenures.release(site.database, held.tenure)
         if left.waiting:
             _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)

@@ -168,7 +168,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             assert joined is not None
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
             assert granted is not None
-            hold.record.handed_over = True
+            hold.grant.handed_over = True
             grant = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
@@ -242,7 +242,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
             assert granted is not None
             assert granted[1].lasts == 0
-            hold.record.handed_over = True
+            hold.grant.handed_over = True
             next_ = request.parameters("next", f"{there}.1")
             _ = drive(queue.join(store.database, next_, store.database.now() + 5))
             tenure = Tenure("k", "heir", granted[1].fence)
@@ -259,7 +259,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             statement = store.database.dialect.queue.hand_over_local
             [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5))[1]
             assert lasts == 0
-            hold.record.handed_over = True
+            hold.grant.handed_over = True
         engine.dispose()
 
 

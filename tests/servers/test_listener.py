@@ -153,7 +153,7 @@ def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) 
             store, hold = lock._store(), lock._hold()
             _ = drive(queue.join(store.database, asked, store.database.now() + 5))
             assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here")) is not None
-            hold.record.handed_over = True
+            hold.grant.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
     message = Message.read(called.payload)
     assert message is not None

@@ -26,10 +26,9 @@ from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.sharing import Sharing, _Held
+from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
@@ -152,7 +151,7 @@ class Flow:
         yield Sleep(NO_STORE, self.house.world.work)
         house.holding.remove(self.name)
         self.grant, self.breakable = None, True
-        yield from handover.pass_on(site, HandoverRecord.of(found))
+        yield from handover.pass_on(site, found)
 
     def known(self) -> Any:
         """What else distinguishes the flow."""
@@ -608,7 +607,6 @@ def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
 _ATTRIBUTES: dict[type, list[str]] = {
     LocalQueue: ["_waiters", "handover_expected_until", "_holder"],
     Sharing: ["deadline", "until"],
-    _Held: ["grant"],
 }
 """What matters of objects that do not say it themselves."""
 

@@ -24,7 +24,6 @@ from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import LockStoreError
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.share_keys import slot_key
@@ -155,13 +154,12 @@ class Member(Flow):
 
     def _leave(self, grant: Grant, *, guarded: bool = False) -> Steps[None]:
         """As `dblock.core.lock.leaving`: after an interrupt again."""
-        held = HandoverRecord.of(grant)
-        held.guarded = guarded
+        grant.guarded = guarded
         try:
-            _ = yield from handover.pass_on(self.house.site, held)
+            _ = yield from handover.pass_on(self.house.site, grant)
         except Interrupted:
             with contextlib.suppress(LockStoreError):
-                _ = yield from handover.free(self.house.site, held)
+                _ = yield from handover.free(self.house.site, grant)
             raise
 
     def _take(self, keys: str, request: Request) -> Steps[list[Grant] | Refused]:
@@ -240,7 +238,7 @@ class Member(Flow):
         finally:
             self.breakable = False
         self.grants = [
-            grant._replace(sent=max(sent, grant.sent), ttl=TTL, term=0.0)
+            replace(grant, sent=max(sent, grant.sent), ttl=TTL, term=0.0)
             for grant in self.trusted(self._site_now())  # `Lease.lengthen`: trust that has ended does not begin again
             if alive is None or grant.tenure in alive
         ]

@@ -24,7 +24,6 @@ from dblock.core.errors import (
     StoreLocked,
     StoreUnanswered,
 )
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Steps, sleep
@@ -176,5 +175,5 @@ def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool
         waiter.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant, True
-    _ = yield from handover.free(site, HandoverRecord.of(grant))  # granted too late
+    _ = yield from handover.free(site, grant)  # granted too late
     return None, False

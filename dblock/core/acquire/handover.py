@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final
 from dblock.core.acquire.shares import leave_share, notify_door
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep
@@ -41,9 +40,7 @@ class Passed(Enum):
     UNKNOWN = "the answer was lost"
 
 
-def grant(
-    site: Site, key: str, first: int, held: HandoverRecord | None = None, *, until: float = math.inf
-) -> Steps[bool]:
+def grant(site: Site, key: str, first: int, held: Grant | None = None, *, until: float = math.inf) -> Steps[bool]:
     """Grant the key to the first live waiter from a ticket on, if it is free or `held`, and notify that waiter.
 
     False if there is none, if a transaction pins the key, or if another one is changing its row at this moment.
@@ -95,7 +92,7 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
     return found is not None
 
 
-def release(site: Site, held: HandoverRecord, *, min_hold: float = 0.0) -> Steps[bool]:
+def release(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
     """The first waiter gets the key, or it is free, after `min_hold` seconds of tenure. False if the tenure was over.
 
     Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over.
@@ -105,13 +102,13 @@ def release(site: Site, held: HandoverRecord, *, min_hold: float = 0.0) -> Steps
     return _grant_or_free(site, held) if direct else free(site, held, min_hold=min_hold)
 
 
-def _grant_or_free(site: Site, held: HandoverRecord) -> Steps[bool]:
+def _grant_or_free(site: Site, held: Grant) -> Steps[bool]:
     passed = yield from _grant_held(site, held)
     # If the answer was lost, it was handed over.
     return (yield from free(site, held)) or passed is Passed.UNKNOWN
 
 
-def free(site: Site, held: HandoverRecord, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
+def free(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
     """The same by a release alone, which may be sent twice; then the next waiter is granted the key.
 
     `until` is the local time until which to try, by default as long as statements are resent.
@@ -129,7 +126,7 @@ def free(site: Site, held: HandoverRecord, *, min_hold: float = 0.0, until: floa
     return left.in_time
 
 
-def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
+def pass_on(site: Site, held: Grant) -> Steps[bool]:
     """Hand the key to the next waiter of this process, else of the queue; False if the tenure was over before.
 
     An heir of this process that gets no confirmation polls once the key has been released. If the answer to the
@@ -141,7 +138,7 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     return _pass_on(site, held)
 
 
-def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
+def _pass_on(site: Site, held: Grant) -> Steps[bool]:
     passed, heir, owner = Passed.REFUSED, None, ""
     try:
         local_queue = site.local_queues.get(held.tenure.key)
@@ -182,7 +179,7 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
             info = yield from tenures.look(site.database, key, until)
             if info is None or info.owner != owner:
                 continue
-            if (yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), until=until)):
+            if (yield from free(site, Grant(Tenure(key, owner, info.fence)), until=until)):
                 return  # else a statement that is still under way may have raised the fence meanwhile
     except Exception:  # noqa: BLE001 - must not hide what interrupted the take
         return
@@ -211,7 +208,7 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
                 yield from undo_take(site, key, owner, until - database.now(), again=False)
 
 
-def _grant_held(site: Site, held: HandoverRecord) -> Steps[Passed]:
+def _grant_held(site: Site, held: Grant) -> Steps[Passed]:
     """Hand a held tenure over to the database's queue."""
     try:
         return Passed.DONE if (yield from grant(site, held.tenure.key, held.ticket + 1, held)) else Passed.REFUSED
@@ -221,7 +218,7 @@ def _grant_held(site: Site, held: HandoverRecord) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Passed]:
+def _hand_over_local(site: Site, heir: Waiter, held: Grant) -> Steps[Passed]:
     """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
@@ -250,5 +247,5 @@ def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Pa
     grant = Grant(begun, sent, request.ttl, held.ticket, held.local_handovers + 1, sum(lasts) / 1000)
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
-            _ = yield from release(site, HandoverRecord.of(grant))
+            _ = yield from release(site, grant)
     return Passed.DONE

@@ -10,10 +10,9 @@ from typing import Final
 
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, WrongKind
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.sending import send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps
-from dblock.core.values import SHARE, KeyKind, key_of_share, slot_of
+from dblock.core.values import SHARE, Grant, KeyKind, key_of_share, slot_of
 from dblock.core.wakeup.registry import Message
 
 REMEMBERED: Final = 100
@@ -50,7 +49,7 @@ def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:
         _ = slots.pop(next(iter(slots)), None)
 
 
-def leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
+def leave_share(site: Site, held: Grant, until: float | None = None) -> Steps[bool]:
     """End the tenure of a reader or of a permit; False if it was over.
 
     A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.

@@ -31,7 +31,6 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
@@ -103,12 +102,11 @@ class Sharing:
         self.until = answers_until(self.database, self.start, self.deadline)
         """The local time after which no statement is sent."""
 
-    def door(self, request: Request) -> Steps[_Held | Refused]:
+    def door(self, request: Request) -> Steps[Grant | Refused]:
         """Acquire the door, in the time that is left."""
         assert self._door is not None  # noqa: S101 - it is None for a downgrade, which does not wait
         left = None if self.deadline == math.inf else max(self.deadline - self.database.now(), 0.0)
-        found = yield from self._door(request, left)
-        return found if isinstance(found, Refused) else _Held(found)
+        return (yield from self._door(request, left))
 
     def read(self) -> Steps[Grant | Refused]:
         """Begin the tenure of a reader."""
@@ -155,15 +153,15 @@ class Sharing:
         grant = yield from self._begin_read(admitted=1 - self.request.fair)
         growing, tries = pauses(longest=self.timing.grant_retry), 0
         while grant is None:
-            held = yield from self.door(self.waiting)
-            if isinstance(held, Refused):
+            door = yield from self.door(self.waiting)
+            if isinstance(door, Refused):
                 tries += 1
                 # If no writer has the door, another reader has it for a moment.
-                if _writes(held.holder) or not (yield from self._pause_of_a_try(tries, next(growing))):
-                    return held
+                if _writes(door.holder) or not (yield from self._pause_of_a_try(tries, next(growing))):
+                    return door
                 grant = yield from self._begin_read(admitted=1 - self.request.fair)
                 continue
-            grant = yield from self._at_door(held, self._read_at_door())
+            grant = yield from self._at_door(door, self._read_at_door())
             if grant is None:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
                 left = self.deadline - self.database.now()
                 if left > 0:
@@ -193,22 +191,22 @@ class Sharing:
 
     def _write(self) -> Steps[Grant | Refused]:
         while True:
-            held = yield from self.door(self.request)
-            if isinstance(held, Refused):
-                return held
-            grant: Grant | None = held.grant
+            door = yield from self.door(self.request)
+            if isinstance(door, Refused):
+                return door
+            grant: Grant | None = door
             try:
-                readers = yield from self._until_none(held, partial(self._readers, held))
+                readers = yield from self._until_none(door, partial(self._readers, door))
                 if readers == []:
-                    grant = yield from self._whole(held.grant)
+                    grant = yield from self._whole(door)
             except GeneratorExit:
                 raise
             except BaseException:
-                yield from self._give_up_door(held)
+                yield from self._give_up_door(door)
                 raise
             if readers == [] and grant is not None and self.database.now() < grant.trusted_until:
                 return grant
-            yield from self._give_up_door(held)
+            yield from self._give_up_door(door)
             if readers:
                 return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
 
@@ -223,14 +221,14 @@ class Sharing:
         request = self.request._replace(key=grant.tenure.key).parameters(grant.tenure.owner)
         return (yield from queue.accept(self.database, request, grant.ticket, self.until))
 
-    def _readers(self, held: _Held) -> Steps[list[Any] | None]:
+    def _readers(self, door: Grant) -> Steps[list[Any] | None]:
         """The readers in the way of a writer that has the door, or None if it was lost.
 
         It deletes those whose lease is over.
         """
         none_left = False
         while True:
-            tenure, bounds = held.grant.tenure, bounds_of_shares(self.request.key)
+            tenure, bounds = door.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
             _, alone = yield from send(self.database, self.shares.alone, parameters, self.until, resend=True)
             if alone:
@@ -270,18 +268,18 @@ class Sharing:
         while True:
             if n == 1 and (grant := (yield from self._take_in_turn(semaphore))) is not None:
                 return [grant]
-            held = yield from self.door(self.waiting)
-            if isinstance(held, Refused):
+            door = yield from self.door(self.waiting)
+            if isinstance(door, Refused):
                 tries += 1
                 # If permits are free, somebody else may just be taking one.
                 if self.timeout or not (yield from self._are_free(semaphore, n)):
-                    return held
+                    return door
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
-                    return held
+                    return door
                 continue
             try:
                 gather = partial(self._gather, semaphore, n, got)
-                others = yield from self._at_door(held, self._until_none(held, gather, got))
+                others = yield from self._at_door(door, self._until_none(door, gather, got))
                 if len(got) == n:
                     yield from self._begin_all(got)
             except GeneratorExit:
@@ -383,17 +381,17 @@ class Sharing:
 
     # -- having the door
 
-    def _at_door(self, held: _Held, inside: Steps[T]) -> Steps[T]:
+    def _at_door(self, door: Grant, inside: Steps[T]) -> Steps[T]:
         """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
         try:
             result = yield from inside
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._give_up_door(held)
+            yield from self._give_up_door(door)
             raise
         try:
-            yield from self._give_up_door(held)
+            yield from self._give_up_door(door)
         except GeneratorExit:
             raise
         except BaseException:
@@ -402,10 +400,10 @@ class Sharing:
             raise
         return result
 
-    def _give_up_door(self, held: _Held) -> Steps[None]:
+    def _give_up_door(self, door: Grant) -> Steps[None]:
         """Hand the door on; after an error its lease ends."""
         with contextlib.suppress(LockStoreError):
-            _ = yield from handover.pass_on(self.site, HandoverRecord.of(held.grant))
+            _ = yield from handover.pass_on(self.site, door)
 
     def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
         """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
@@ -423,7 +421,7 @@ class Sharing:
 
     def _leave_one(self, grant: Grant, until: float) -> Steps[None]:
         with contextlib.suppress(LockError):
-            _ = yield from leave_share(self.site, HandoverRecord.of(grant), until)
+            _ = yield from leave_share(self.site, grant, until)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
@@ -444,7 +442,7 @@ class Sharing:
         return grant
 
     def _until_none(
-        self, held: _Held, look_for: Callable[[], Steps[list[Any] | None]], got: list[Grant] | None = None
+        self, door: Grant, look_for: Callable[[], Steps[list[Any] | None]], got: list[Grant] | None = None
     ) -> Steps[list[Any] | None]:
         """Wait until `look_for` finds no shares in the way: none, or those at the deadline; None if the door was lost.
 
@@ -456,7 +454,7 @@ class Sharing:
         self.database.before_waiting()
         if self.contended is not None:
             self.contended(None)
-        services, now, tenure = self.services(), self.database.now, held.grant.tenure
+        services, now, tenure = self.services(), self.database.now, door.tenure
         wakeup, channel = Wakeup(self.database), services.channel
         socket = wakeup.socket = self.site.sockets.lend() if channel else None
         if socket is not None:
@@ -467,7 +465,7 @@ class Sharing:
         try:
             while shares and now() < self.deadline:
                 if now() >= renew_at:
-                    if not (yield from self._renew(held, channel, got)):
+                    if not (yield from self._renew(door, channel, got)):
                         return None
                     renew_at = now() + self.waiting.ttl / 3
                     shares = yield from look_for()
@@ -494,27 +492,22 @@ class Sharing:
             self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 
-    def _renew(self, held: _Held, channel: str, got: list[Grant] | None) -> Steps[bool]:
+    def _renew(self, door: Grant, channel: str, got: list[Grant] | None) -> Steps[bool]:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
         term = self.waiting.ttl
-        parameters = {**held.grant.tenure._asdict(), "life": term, "channel": channel}
+        parameters = {**door.tenure._asdict(), "life": term, "channel": channel}
         sent, rows = yield from send(self.database, self.shares.await_leaving, parameters, self.until, resend=True)
         if not rows:
             return False
-        held.grant = held.grant._replace(sent=sent, term=term)
+        door.sent, door.term = sent, term
         if got:
             sent, alive = yield from tenures.renew(self.database, [(grant.tenure, term) for grant in got], self.until)
-            got[:] = [grant._replace(sent=sent) for grant in got if alive is None or grant.tenure in alive]
+            got[:] = [grant for grant in got if alive is None or grant.tenure in alive]
+            for grant in got:
+                grant.sent = sent
         return True
 
 
 def _writes(info: LockInfo | None) -> bool:
     """Whether a writer has the door, by its row."""
     return info is not None and info.state == "held" and not info.reading
-
-
-class _Held:
-    """The door, with the lease that was last answered."""
-
-    def __init__(self, grant: Grant) -> None:
-        self.grant = grant

@@ -19,7 +19,6 @@ from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place, QueueStatus
@@ -228,7 +227,7 @@ class Waiter:
         """Whether a tenure can still be trusted. One whose answer came too late is released."""
         if self.site.database.now() < grant.trusted_until:
             return True
-        _ = yield from handover.free(self.site, HandoverRecord.of(grant))
+        _ = yield from handover.free(self.site, grant)
         return False
 
     def _give_up(self) -> Steps[Grant | Refused | None]:

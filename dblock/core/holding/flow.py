@@ -30,7 +30,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core import timing
 from dblock.core.errors import Reason
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.machine import machine
@@ -319,7 +318,7 @@ class Hold:
             renewing=options.renew and store.renewable,
             pace=timing.DEFAULT.attention if options.on_revoke else math.inf,
         )
-        self.record = HandoverRecord.of(grant)
+        self.grant = grant
         self.min_hold = options.min_hold
         self.max_hold = options.max_hold
         self.endless = options.renew and options.max_hold == math.inf
@@ -344,12 +343,12 @@ class Hold:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
         return any(transaction() is not None for transaction in self.kept_by)
 
-    def exchange(self, grant: Grant) -> HandoverRecord:
-        """Hold another tenure, a reader's, in place of its own; the record of that, which is to be released."""
-        record, before = self.record, self.lease
-        self.tenure, self.record, self.reading = grant.tenure, HandoverRecord.of(grant), 1
+    def exchange(self, grant: Grant) -> Grant:
+        """Hold another tenure, a reader's, in place of its own, which is returned, and is to be released."""
+        former, before = self.grant, self.lease
+        self.tenure, self.grant, self.reading = grant.tenure, grant, 1
         self.lease = Lease(grant, before.now, grace=before.grace, renewing=before.renewing, pace=before.pace)
-        return record
+        return former
 
     def outers(self) -> Iterator[Hold]:
         """The lost holds of the same key further out in the same flow, from the inside."""

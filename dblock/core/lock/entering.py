@@ -242,7 +242,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
     if hold.lease.remaining() <= 0:  # the answer came too late
         forget(hold)
         hold.entries = []
-        _ = yield from handover.free(site, hold.record)
+        _ = yield from handover.free(site, hold.grant)
         raise lock._lost(hold)
     return lock
 

@@ -255,9 +255,9 @@ def leave(hold: Hold) -> Steps[bool]:
     if hold.entries:
         return (yield from _set_count(hold))
     if not hold.min_hold:
-        return (yield from handover.pass_on(site_of(hold), hold.record))
+        return (yield from handover.pass_on(site_of(hold), hold.grant))
     try:
-        return (yield from handover.free(site_of(hold), hold.record, min_hold=hold.min_hold))
+        return (yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold))
     finally:
         freed(hold)
 
@@ -280,4 +280,4 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
 
 def leave_again(hold: Hold) -> Steps[None]:
     """Release a hold without entries again, after an answer that was lost."""
-    _ = yield from handover.free(site_of(hold), hold.record, min_hold=hold.min_hold)
+    _ = yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold)

@@ -57,7 +57,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
     store = hold.store
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
-    hold.record.guarded = True
+    hold.grant.guarded = True
     known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
     return hold, Execute(store, store.pin, Values.of(store.pin, known))
 

@@ -23,7 +23,6 @@ from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import listed
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Flow, Hold
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
@@ -301,7 +300,7 @@ class BaseSemaphore:
             yield from release_each([each for each in self._drop(permits) if each._hold_here() is not None])
         for grant in permits[0]._others:
             with contextlib.suppress(LockError):
-                _ = yield from handover.free(runtime.current.site(self._plain._store()), HandoverRecord.of(grant))
+                _ = yield from handover.free(runtime.current.site(self._plain._store()), grant)
 
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))

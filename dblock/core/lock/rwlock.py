@@ -14,7 +14,6 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.errors import LockError
-from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
@@ -110,7 +109,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
-            _ = yield from handover.free(site_of(hold), HandoverRecord.of(grant))
+            _ = yield from handover.free(site_of(hold), grant)
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)

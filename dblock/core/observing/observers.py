@@ -337,7 +337,7 @@ class _Attempt:
 def _how(hold: Hold, *, contended: bool) -> How:
     if len(hold.entries) > 1 and len(hold.open_entries()) > 1:
         return "reentered"
-    if hold.record.local_handovers and contended:
+    if hold.grant.local_handovers and contended:
         return "handed_over"
     return "waited" if contended else "at_once"
 

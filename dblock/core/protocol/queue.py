@@ -48,7 +48,7 @@ notifies waiters, and waits.
 # an earlier tenure of the same chain, which keeps the key closed for as long as the last heir trusts its own: its lease
 # was cut to that of the tenure before it, and so on back to a statement that was durable. The key is not opened before
 # that, for only the holder of that tenure could. That holder recorded that its tenure is over before it notified the
-# heir (`dblock.core.holding.handover_record`), and is the only source of the proof: a poll is followed by an accept,
+# heir (`Grant.handed_over`), and is the only source of the proof: a poll is followed by an accept,
 # which is durable, and so makes everything before it durable. The heir finds its tenure gone, by its next statement,
 # and whatever it wrote under a guard was undone with it or made it durable. The next fence is higher: the fence of a
 # covered grant comes from the clock, and so does the next, later. (As everywhere, if the clock was not set back
