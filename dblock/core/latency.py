@@ -16,11 +16,12 @@ from dblock.core import timing
 class Latency:
     """The measured distance of one database."""
 
-    __slots__ = ("_asked", "_before", "_least", "_until", "answered")
+    __slots__ = ("_asked", "_before", "_least", "_until", "answered", "distance")
 
     def __init__(self) -> None:
         self._least = self._before = math.inf
-        self._until = 0.0
+        self._until = self.distance = 0.0
+        """`distance`: seconds of a round trip; 0.0 while nothing is known."""
         self.answered = -math.inf
         """The local time of the last answer."""
         self._asked = math.inf
@@ -43,9 +44,4 @@ class Latency:
             self._before, self._least, self._until = self._least, seconds, now + timing.DEFAULT.surely_answered
         elif seconds < self._least:
             self._least = seconds
-
-    @property
-    def distance(self) -> float:
-        """Seconds of a round trip; 0.0 while nothing is known."""
-        least = min(self._least, self._before)
-        return 0.0 if least == math.inf else least
+        self.distance = min(self._least, self._before)

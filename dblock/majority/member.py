@@ -15,6 +15,7 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.slow import SlowWait
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -26,7 +27,7 @@ from dblock.core.errors import (
 )
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
-from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.failures import quarantined
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
@@ -106,15 +107,14 @@ def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Ro
 def _take_or_wait(lock: BaseLock, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
     store, flow = lock._store(), cast("Flow", lock._flow)
     return lock._take(
-        Taking(
+        Attempt(
             runtime.current.site(store),
             entering.request_of(lock, store, flow, lock._ttl),
             timeout,
             partial(runtime.current.waiter_services, store),
-            held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
-            held=lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
-            contended=None,
+            lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
             slow_wait=slow_wait,
+            held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
         )
     )
 

@@ -16,14 +16,14 @@ from typing import Any, Final, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
+from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.request import Request
-from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.sharing import listed
-from dblock.core.acquire.slow import SlowWait
+from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason, WrongKind
 from dblock.core.holding.flow import Hold, current_task
-from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.executor import BaseStore
 from dblock.core.lock.leading import BaseLeader
@@ -95,11 +95,11 @@ class Busy:
             raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
         site, request = runtime.current.site(self._store), self._request._replace(kind=int(kind), reading=reading)
         # The first statement may have to open a connection.
-        taking = Taking(site, request, PATIENCE, WaiterServices, False, tuple, None, SlowWait())
+        attempt = Attempt(site, request, PATIENCE)
         if lock is not None:
-            found = yield from lock._take(taking)
+            found = yield from lock._take(attempt)
         else:
-            found = yield from (taking.sharing().write() if kind is KeyKind.READ_WRITE else taking.key())
+            found = yield from (Sharing(attempt).write() if kind is KeyKind.READ_WRITE else acquire(attempt))
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_others", ())]

@@ -19,7 +19,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.log import log, warn
 from dblock.core.observing.events import Kind
-from dblock.core.protocol.steps import Execute, Rows, execute
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import valid_token
 from tests.support.subjects import Actor, Subject, Twin
@@ -619,7 +619,11 @@ def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: A
     late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
     taken = other.do(partial(attach, either, token))
     drive = lock._drive if either.face == "sync" else lock._adrive
-    assert actor.do(lambda: drive(execute(lock._store(), either.protocol.dialect.detach, late))) == []
+
+    def sent() -> Steps[Rows]:
+        return (yield Execute(lock._store(), either.protocol.dialect.detach, late))
+
+    assert actor.do(lambda: drive(sent())) == []
     assert other.call(taken, "verify")
     other.call(taken, "release")
 

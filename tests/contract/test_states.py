@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pymysql
 import pytest
@@ -14,9 +13,9 @@ from sqlalchemy import create_engine, make_url
 
 from dblock.celery import states
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol import sending, steps
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, run, url
 from tests.support.subjects import Subject
@@ -130,21 +129,21 @@ def test_of_many_who_enter_at_once_the_last_fence_writes(over: States) -> None:
 def test_a_lost_answer_is_no_refusal(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent twice is written, and answered as if it had been sent once."""
     lost = list[str]()
-    real = steps.execute
+    real = BaseStore.execute
 
-    def execute(store: Any, statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
-        rows = yield Execute(store, statement, parameters, until, location)
-        if statement.name not in lost:
-            lost.append(statement.name)
+    def execute(store: BaseStore, step: Execute) -> Rows:
+        rows = real(store, step)
+        if step.statement.name not in lost:
+            lost.append(step.statement.name)
             raise StoreUnanswered("lost")
         return rows
 
     assert over.enter(6) == ""
-    monkeypatch.setattr(sending, "execute", execute)
+    monkeypatch.setattr(BaseStore, "execute", execute)
     assert over.enter(7) == ""
     assert over.write(7, "seven")
     assert lost == ["enter_state", "read_state", "write_state"]
-    monkeypatch.setattr(sending, "execute", real)
+    monkeypatch.setattr(BaseStore, "execute", real)
     assert over.enter(8) == "seven"
 
 
@@ -171,13 +170,13 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
 
 def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that there is none, which is what made it try."""
-    real = steps.execute
+    real = BaseStore.execute
 
-    def execute(store: Any, statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
-        if statement.name == "make_states":
+    def execute(store: BaseStore, step: Execute) -> Rows:
+        if step.statement.name == "make_states":
             raise LockStoreError("you may not")
-        return (yield from real(store, statement, parameters, until, location))
+        return real(store, step)
 
-    monkeypatch.setattr(sending, "execute", execute)
+    monkeypatch.setattr(BaseStore, "execute", execute)
     with pytest.raises(LockStoreError, match="you may not"):
         over.enter(7)

@@ -14,7 +14,7 @@ import pytest
 
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Cancel, Cancelled, Execute, Outcome, Rows, Steps, call, execute, sleep, wait
+from dblock.core.protocol.steps import Cancel, Cancelled, Execute, Outcome, Rows, Steps, call, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from tests.core.test_holds import FakeStore
 from tests.support.lab import until
@@ -129,7 +129,7 @@ def pausing(said: list[str], wakeup: Wakeup | None = None) -> Steps[str]:
     """Steps that pause for long after a statement that fails, and clean up."""
     try:
         with contextlib.suppress(StoreUnanswered):
-            _ = yield from execute(STORE, STORE.database.dialect.take, {})
+            _ = yield Execute(STORE, STORE.database.dialect.take, {})
         yield from sleep(STORE, 0.001)
         said.append("begun")
         while True:

@@ -17,6 +17,7 @@ import pytest
 
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Request
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
@@ -60,7 +61,7 @@ class Sender(Flow):
     def life(self) -> Steps[None]:
         world = self.world
         found = yield from acquiring.acquire(
-            self.house.site, wish(ttl=TTL, flow=f"{self.name}."), 0.0, lambda: self.house
+            Attempt(self.house.site, wish(ttl=TTL, flow=f"{self.name}."), 0.0, lambda: self.house)
         )
         if not isinstance(found, Grant):  # the keys are closed
             return
@@ -117,7 +118,7 @@ class Bearer(Sender):
                 yield Sleep(NO_STORE, pause)
                 pause = TTL + 1.0
                 continue
-            found = yield from acquiring.acquire(site, request, 0.0, lambda: self.house)
+            found = yield from acquiring.acquire(Attempt(site, request, 0.0, lambda: self.house))
             if not isinstance(found, Grant):
                 return
             self.grant = found

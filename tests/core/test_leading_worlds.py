@@ -19,7 +19,7 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import _Life
 from dblock.core.lock.candidacy import Candidacy
@@ -289,7 +289,7 @@ def end(world: House) -> None:
 def _in_a_world(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Nobody polls before an hour has passed, and thousands of losses are not logged."""
     before = runtime.current
-    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
     with caplog.at_level(logging.CRITICAL, "dblock"):
         yield

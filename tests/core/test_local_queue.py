@@ -17,7 +17,7 @@ from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.site import Site
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
@@ -83,7 +83,7 @@ class Flow:
             self.interruptible = self.faults
             try:
                 found = yield from acquiring.acquire(
-                    site, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding)
+                    Attempt(site, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding))
                 )
             except (Interrupted, LockStoreError):
                 continue
@@ -182,7 +182,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
         poll_notified=HOUR,
         waiter_ttl=10 * HOUR,
     )
-    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
 
 
 @pytest.mark.usefixtures("deaf")
@@ -247,7 +247,7 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
     process = Process(world)
     fence = world._begin(None, wish().parameters("o"))[0][0]
     process.holding.add(0)
-    heir = acquiring.acquire(process.site, wish(), timeout, lambda: process, held_in_process=True)
+    heir = acquiring.acquire(Attempt(process.site, wish(), timeout, lambda: process, held_in_process=True))
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 
@@ -301,11 +301,13 @@ def test_an_heir_believes_in_no_more_than_what_covers_it(
     fence = world._begin(None, wish(ttl=4.0).parameters("o"))[0][0]
     process.holding.add(0)
     heir = acquiring.acquire(
-        process.site,
-        wish(ttl=4.0, starts_on_place_lease=starts_on_place_lease),
-        60,
-        lambda: process,
-        held_in_process=True,
+        Attempt(
+            process.site,
+            wish(ttl=4.0, starts_on_place_lease=starts_on_place_lease),
+            60,
+            lambda: process,
+            held_in_process=True,
+        )
     )
     begun(world, heir, "wait")
     world.time += held_for
@@ -367,7 +369,7 @@ def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
     relay = begun(world, holder, "hand_over_local")
     join = begun(world, heir, "join")
     joined = world.execute(join)
-    other = acquiring.acquire(process.site, wish(), 300, lambda: process)
+    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
     begun(world, other, "wait")
     answer = world.execute(relay)
     if told:
@@ -424,9 +426,9 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     world = World()
     process = Process(world)
     fence = world._begin(None, wish().parameters("o"))[0][0]
-    first = acquiring.acquire(process.site, wish(flow="first"), timeout, lambda: process, held_in_process=True)
+    first = acquiring.acquire(Attempt(process.site, wish(flow="first"), timeout, lambda: process, held_in_process=True))
     begun(world, first, "wait")
-    second = acquiring.acquire(process.site, wish(flow="second"), 300, lambda: process)
+    second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
     begun(world, second, "wait")
     return world, process, Tenure("k", "o", fence), first, second
 
@@ -438,7 +440,7 @@ def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
     joined = world.execute(begun(world, heir, "join"))
-    other = acquiring.acquire(process.site, wish(), 300, lambda: process)
+    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
     begun(world, other, "wait")
     assert play(world, holder, {}, world.execute(relay)) is True
     grant = play(world, heir, {}, joined)
@@ -476,7 +478,7 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     """The next flow is served before those who came between, though the flow that had the place has given up."""
     world, _, tenure, first, second = two_that_ask(1.0)
     [ticket] = [place["ticket"] for place in world.waiters.values()]
-    rival = acquiring.acquire(world.site(), wish(flow="rival"), 300, Kept, held_in_process=True)
+    rival = acquiring.acquire(Attempt(world.site(), wish(flow="rival"), 300, Kept, held_in_process=True))
     begun(world, rival, "wait")
     if how == "time":
         world.time += 1
@@ -612,10 +614,10 @@ def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.Mon
     assert world.rows["k"]["owner"] is None
 
 
-def in_local_queue(world: World, number: int) -> tuple[Site, list[Waiter]]:
+def in_local_queue(world: World, number: int) -> tuple[Site, list[Attempt]]:
     """So many flows in one local queue of a process in which nobody holds the key."""
     process = Process(world)
-    waiters = [Waiter(process.site, wish(), find_services=lambda: process) for _ in range(number)]
+    waiters = [Attempt(process.site, wish(), None, lambda: process) for _ in range(number)]
     for waiter in waiters:
         waiter.enter(None)
     return process.site, waiters
@@ -664,9 +666,9 @@ def test_what_is_no_move() -> None:
 
 def trying(world: World, process: Process) -> tuple[Steps[Any], Execute, Steps[Any]]:
     """A flow whose take is under way, and another one that came meanwhile, sends nothing and waits behind it."""
-    first = acquiring.acquire(process.site, wish(flow="first"), 300, lambda: process)
+    first = acquiring.acquire(Attempt(process.site, wish(flow="first"), 300, lambda: process))
     take = begun(world, first, "take")
-    second = acquiring.acquire(process.site, wish(flow="second"), 300, lambda: process)
+    second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
     assert isinstance(second.send(None), Wait)
     return first, take, second
 
@@ -749,14 +751,14 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind(when: str, monkeypatch:
     world, process, _, heir = holder_and_heir()
     add = LocalQueue.add
 
-    def breaking(self: LocalQueue, waiter: Waiter, stage: Stage) -> None:
+    def breaking(self: LocalQueue, waiter: Attempt, stage: Stage) -> None:
         if when == "after":
             add(self, waiter, stage)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalQueue, "add", breaking)
     with pytest.raises(KeyboardInterrupt):
-        play(world, acquiring.acquire(process.site, wish(), 9.0, lambda: process, held_in_process=True), {})
+        play(world, acquiring.acquire(Attempt(process.site, wish(), 9.0, lambda: process, held_in_process=True)), {})
     heir.close()
     assert process.nobody()
 
@@ -768,7 +770,7 @@ def test_a_waiter_among_many_costs_as_much_as_among_few() -> None:
         world = World()
         process = Process(world)
         flows = [
-            acquiring.acquire(process.site, wish(flow=f"{n}"), 300, lambda: process, held_in_process=True)
+            acquiring.acquire(Attempt(process.site, wish(flow=f"{n}"), 300, lambda: process, held_in_process=True))
             for n in range(many)
         ]
         for flow in flows:

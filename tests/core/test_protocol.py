@@ -17,6 +17,7 @@ import pytest
 from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockError,
     LockStoreError,
@@ -62,7 +63,7 @@ class Worker:
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
             request = wish(key, ttl, fair=int(self.chance.random() < 0.9))
-            found = yield from acquiring.acquire(site, request, self.chance.choice((0.0, 1.0, 5.0)))
+            found = yield from acquiring.acquire(Attempt(site, request, self.chance.choice((0.0, 1.0, 5.0))))
             if not isinstance(found, Grant):
                 continue
             self.believes = found
@@ -196,7 +197,7 @@ def _shown(world: World, worker: Worker) -> bool:
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return acquiring.acquire(world.site(), wish(ttl=ttl), timeout)
+    return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl), timeout))
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:
@@ -342,7 +343,7 @@ def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> 
 
     faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 3): too_late, ("accept", 0): refused}
     faults |= {("take", number): refused for number in range(3)}
-    steps = acquiring.acquire(site, wish("k", 2.0), 2.0)
+    steps = acquiring.acquire(Attempt(site, wish("k", 2.0), 2.0))
     if error is StoreReadOnly:
         with pytest.raises(StoreUnanswered, match="before that: no writes"):
             play(world, steps, faults)

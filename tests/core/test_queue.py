@@ -21,7 +21,7 @@ import pytest
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
@@ -73,7 +73,7 @@ class Flow:
     def life(self, log: list[tuple[int, int]]) -> Steps[None]:
         site = self.world.site()
         for _ in range(self.cycles):
-            grant = yield from acquiring.acquire(site, wish(ttl=2 * HOUR), None, Kept)
+            grant = yield from acquiring.acquire(Attempt(site, wish(ttl=2 * HOUR), None, Kept))
             assert isinstance(grant, Grant)
             self.holding = True
             log.append((self.name, grant.ticket))
@@ -129,7 +129,7 @@ def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[Wor
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody polls before an hour has passed; and places last longer."""
     timed(monkeypatch, waiter_ttl=10 * HOUR, listen_after=10 * HOUR)
-    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -309,7 +309,7 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    return acquiring.acquire(world.site(), wish(ttl=ttl, starts_on_place_lease=False), timeout, Kept)
+    return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl, starts_on_place_lease=False), timeout, Kept))
 
 
 def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
@@ -400,7 +400,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(NO_STORE, world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    waits = acquiring.acquire(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called)
+    waits = acquiring.acquire(Attempt(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called))
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -648,7 +648,7 @@ def test_what_a_waiter_was_told_is_weighed_once() -> None:
     """A crash has taken the grant back, as an accept shows: no later heartbeat makes it credible again."""
     world = World()
     _ = held_by(world)
-    waiter = Waiter(world.site(), wish(), 9e9, 9e9)
+    waiter = Attempt(world.site(), wish(), 9e9)
     waiter.enter(None)
     place = Place(waiter.owner, 5, world.time - 3, world.time, world.time - 3)
     waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))
@@ -668,7 +668,7 @@ class _Lent:
 )
 def test_a_holder_is_near_by_its_token(owner: str | None, near: bool) -> None:
     """It calls the waiter's socket: one whose token begins with the same machine. Hosts may all have one name."""
-    waiter = Waiter(World().site(), wish(flow="a" * 24), 9e9, 9e9)
+    waiter = Attempt(World().site(), wish(flow="a" * 24), 9e9)
     waiter.enter(None)
     waiter.listen_after = 60.0
     who = Identity(waiter.request.host, 1, "t", "p", "")
@@ -684,7 +684,7 @@ def test_a_holder_that_was_not_read_is_near_if_the_key_goes_round_on_this_machin
     site = world.site()
 
     def expects(key: str = "k") -> bool:
-        waiter = Waiter(site, wish(key), 9e9, 9e9)
+        waiter = Attempt(site, wish(key), 9e9)
         waiter.enter(None)
         waiter.listen_after = 60.0
         waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
@@ -707,7 +707,7 @@ def test_a_holder_that_was_not_read_is_near_if_the_key_goes_round_on_this_machin
     assert not expects()
     for _ in range(8):
         hand_over()
-    waiter = Waiter(site, wish(), 9e9, 9e9)
+    waiter = Attempt(site, wish(), 9e9)
     waiter.enter(None)
     _ = play(world, waiter._accept_polled(1), {})
     assert not expects()

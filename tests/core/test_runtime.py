@@ -20,6 +20,7 @@ import dblock.core
 import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.holding.flow import Flow
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import drive
@@ -82,7 +83,7 @@ def test_two_processes_in_one() -> None:
         site = process.site(store)
         for _ in range(10):
             request = wish(ttl=600.0, flow=f"{number}")
-            found = yield from acquiring.acquire(site, request, 20.0, partial(process.waiter_services, store))
+            found = yield from acquiring.acquire(Attempt(site, request, 20.0, partial(process.waiter_services, store)))
             assert isinstance(found, Grant)
             assert not inside
             inside.add(number)

@@ -22,7 +22,7 @@ import pytest
 from dblock.core.acquire import handover, shares, sharing
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.sharing import Sharing
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.statements.sqlite import SQL
@@ -120,7 +120,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Family]]:
     times = {"poll_notified": HOUR, "listen_after": HOUR}
     timed(monkeypatch, answer_grace=0.03, **times)
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
     worlds: list[Family] = []
     monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
     monkeypatch.setattr(sharing, "new_name", lambda: worlds[-1].urandom(8).hex())

@@ -14,7 +14,7 @@ from dblock.core.acquire import handover, waiting
 from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import Place
 from dblock.core.values import QUARANTINE, Grant
@@ -61,7 +61,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         listen_after=HOUR,
     )
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
     worlds: list[Small] = []
     monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
     made = small
@@ -126,7 +126,7 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
 
 def looks_when_the_lease_ends(patch: Callable[..., None]) -> None:
     """A waiter polls then, too."""
-    patch(Waiter, "_until_next_poll", lambda _, view, *__, **___: view.remaining + 0.1 if view.remaining > 0 else HOUR)
+    patch(Attempt, "_until_next_poll", lambda _, view, *__, **___: view.remaining + 0.1 if view.remaining > 0 else HOUR)
 
 
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql"])
@@ -188,7 +188,7 @@ def test_two_flows_of_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
 def given_back_twice(patch: Callable[..., None]) -> None:
     """A holder is not told that its heir has seen itself that it has the key."""
 
-    def confirm(self: LocalQueue, heir: Waiter, grant: Grant) -> bool:
+    def confirm(self: LocalQueue, heir: Attempt, grant: Grant) -> bool:
         if heir.stage in {Stage.OFFERED, Stage.QUEUED}:
             heir.grant = grant
             heir.move(Stage.HANDED_OVER)
@@ -203,7 +203,7 @@ def next_sleeps_on(patch: Callable[..., None]) -> None:
     """A flow that leaves the local queue wakes nobody."""
     leave = LocalQueue.leave
 
-    def quietly(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+    def quietly(self: LocalQueue, waiter: Attempt, got: Grant | None = None) -> None:
         behind = list(self._waiters)[1:]
         leave(self, waiter, got)
         for each in behind:
@@ -262,7 +262,7 @@ def nobody_hears_of_a_release(patch: Callable[..., None]) -> None:
 def does_not_ask_what_became_of_an_offer(patch: Callable[..., None]) -> None:
     begin = LocalQueue.begin_queueing
 
-    def heedless(self: LocalQueue, waiter: Waiter) -> Stage:
+    def heedless(self: LocalQueue, waiter: Attempt) -> Stage:
         stage = begin(self, waiter)
         return Stage.WAITING if stage is Stage.OFFERED else stage
 
@@ -273,7 +273,7 @@ def keeps_its_place(patch: Callable[..., None]) -> None:
     """A flow that was handed the key inside its process stays in the queue."""
     leave = LocalQueue.leave
 
-    def staying(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+    def staying(self: LocalQueue, waiter: Attempt, got: Grant | None = None) -> None:
         leave(self, waiter, got)
         if got:
             waiter.place = None
@@ -331,7 +331,7 @@ def tries_for_ever(patch: Callable[..., None]) -> None:
     """A flow that has taken the key stands in the local queue as one that still tries."""
     leave = LocalQueue.leave
 
-    def staying(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+    def staying(self: LocalQueue, waiter: Attempt, got: Grant | None = None) -> None:
         if waiter.stage is not Stage.TAKING:
             leave(self, waiter, got)
 

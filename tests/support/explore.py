@@ -28,6 +28,7 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.site import Site
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
@@ -140,7 +141,7 @@ class Flow:
         self.breakable = True
         try:
             found = yield from acquiring.acquire(
-                site, request, self.timeout, lambda: house, held_in_process=bool(house.holding)
+                Attempt(site, request, self.timeout, lambda: house, held_in_process=bool(house.holding))
             )
         finally:
             self.breakable = False
@@ -613,10 +614,11 @@ _ATTRIBUTES: dict[type, list[str]] = {
 
 @cache
 def _attributes(kind: Any) -> tuple[str, ...]:
+    told = next((_ATTRIBUTES[each] for each in kind.__mro__ if each in _ATTRIBUTES), None)
     if is_dataclass(kind):
         names = [each.name for each in fields(kind)]
-    elif kind in _ATTRIBUTES:
-        names = _ATTRIBUTES[kind]
+    elif told is not None:
+        names = told
     else:
         names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
     return tuple(name for name in names if name not in _ASIDE)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
@@ -99,7 +100,7 @@ class Member(Flow):
         kind = kind_of(self.does)
         reading = int(self.does in "rRg")
         request = wish(ttl=TTL, flow=f"{self.name}.")._replace(kind=int(kind), reading=reading)
-        sharing = Sharing(site, request, lambda: house, self.timeout, door=self._door)
+        sharing = AtDoor(Attempt(site, request, self.timeout, lambda: house), self)
         self.breakable = True
         self.began = 1 + sum(bool(flow.began) for flow in cast("Family", self.house.world).members)
         try:
@@ -169,11 +170,13 @@ class Member(Flow):
         try:
             for key in keys:
                 found = yield from acquiring.acquire(
-                    site,
-                    request._replace(key=key),
-                    self.timeout,
-                    lambda: house,
-                    held=lambda: [g.tenure.owner for g in got],
+                    Attempt(
+                        site,
+                        request._replace(key=key),
+                        self.timeout,
+                        lambda: house,
+                        held=lambda: [g.tenure.owner for g in got],
+                    )
                 )
                 if isinstance(found, Refused):
                     yield from self._leave_all(got)
@@ -183,14 +186,6 @@ class Member(Flow):
             yield from self._leave_all(got)
             raise
         return got
-
-    def _door(self, request: Request, timeout: float | None) -> Steps[Grant | Refused]:
-        held = self.house.holds(request.key)
-        found = yield from acquiring.acquire(
-            self.house.site, request, timeout, lambda: self.house, held_in_process=held
-        )
-        self.at_door = found.tenure.fence if isinstance(found, Grant) else 0
-        return found
 
     def _believe(self, grants: list[Grant]) -> None:
         world = self.house.world
@@ -250,7 +245,8 @@ class Member(Flow):
             return
         self.breakable = True
         try:
-            reading = yield from Sharing(site, request, lambda: self.house).downgrade(writing.tenure)
+            downgrading = Sharing(Attempt(site, request, None, lambda: self.house))
+            reading = yield from downgrading.downgrade(writing.tenure)
         except LockStoreError:  # it writes on
             return
         except Interrupted:
@@ -289,6 +285,21 @@ class Member(Flow):
 def kind_of(does: str) -> KeyKind:
     """What a flow that does this takes the key for."""
     return KeyKind.SEMAPHORE if does.isdigit() else KeyKind.LOCK if does in "bjk" else KeyKind.READ_WRITE
+
+
+class AtDoor(Sharing):
+    """Of a member, which notes when it has the door."""
+
+    def __init__(self, attempt: Attempt, member: Member) -> None:
+        super().__init__(attempt)
+        self.member = member
+
+    def door(self, request: Request) -> Steps[Grant | Refused]:
+        attempt = self.attempt.again(request)
+        attempt.held_in_process = self.member.house.holds(request.key)
+        found = yield from acquiring.acquire(attempt)
+        self.member.at_door = found.tenure.fence if isinstance(found, Grant) else 0
+        return found
 
 
 class Seen(NamedTuple):

@@ -6,17 +6,12 @@ Rule: a key that was taken is either returned or released, whatever interrupts t
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Collection
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import Stage
-from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.shares import wrong_kind
-from dblock.core.acquire.site import Site
-from dblock.core.acquire.slow import SlowWait
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
@@ -25,102 +20,78 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.protocol import epoch
-from dblock.core.protocol.sending import Database, pauses, send
+from dblock.core.protocol.sending import pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import Grant
 
 
-def acquire(
-    site: Site,
-    request: Request,
-    timeout: float | None,
-    services: Callable[[], WaiterServices] = WaiterServices,
-    *,
-    held_in_process: bool = False,
-    held: Callable[[], Collection[str]] = tuple,
-    contended: Callable[[LockInfo | None], None] | None = None,
-    slow_wait: SlowWait | None = None,
-) -> Steps[Grant | Refused]:
-    """A grant, or why the key could not be acquired in `timeout` seconds (None: for ever).
-
-    Outages of the database are part of the wait. `held_in_process`: another flow of this process probably holds the
-    key, so that a take would fail. `held`: the owner tokens of this flow's tenures; with any, the wait may close a
-    circle, which raises LockDeadlock. `contended` is called once if the flow waits, with the holder if that is known.
-    `slow_wait` says when the wait is logged.
-    """
-    database, start = site.database, site.database.now()
-    deadline = math.inf if timeout is None else start + timeout
-    until = answers_until(database, start, deadline)
-    waiter = Waiter(site, request, deadline, until, services, held, contended, slow_wait or SlowWait())
-    found: Grant | Refused | None = None
+def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
+    """A grant, or why the key could not be acquired in time. Outages of the database are part of the wait."""
+    site, key, found = attempt.site, attempt.request.key, None
+    database, deadline = site.database, attempt.deadline
     try:
         try:
-            waiter.until = yield from await_first_answer(database, request.key, start, deadline)
-            if (held_in_process or site.expects_contention(request.key)) and request.fair and start < deadline:
+            yield from await_first_answer(attempt)
+            busy = attempt.held_in_process or site.expects_contention(key)
+            if busy and attempt.request.fair and attempt.start < deadline:
                 with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
-                    waiter.enter(None)
+                    attempt.enter(None)
             while found is None:
-                if waiter.stage is Stage.OUTSIDE:
-                    site.enter_taking(waiter)
-                    found = yield from _take(waiter)
+                if attempt.stage is Stage.OUTSIDE:
+                    site.enter_taking(attempt)
+                    found = yield from _take(attempt)
                 else:
-                    found = yield from waiter.wait()
-            waiter.leave(found if isinstance(found, Grant) else None)
+                    found = yield from attempt.wait()
+            attempt.leave(found if isinstance(found, Grant) else None)
         except LockStoreError as error:
-            yield from waiter.clean_up(behind=True)
+            yield from attempt.clean_up(behind=True)
             # A database that answers is slow, or far away, and not broken.
-            slow = error.late and not waiter.broken and timeout and database.now() >= deadline and database.answers()
-            if not (slow or isinstance(error, StoreBusy)):
+            in_time = attempt.broken or not attempt.timeout or database.now() < deadline
+            if not ((error.late and not in_time and database.answers()) or isinstance(error, StoreBusy)):
                 raise
             found = Refused(busy=error)
     except GeneratorExit:  # nothing drives further steps
-        waiter.leave()
+        attempt.leave()
         raise
     except LockStoreError:
         raise
     except BaseException:
-        yield from waiter.clean_up(behind=False)
+        yield from attempt.clean_up(behind=False)
         raise
     return found
 
 
-def answers_until(database: Database, start: float, deadline: float) -> float:
-    """The local time until which an attempt that began at `start` awaits answers: one answer at least."""
-    timing = database.timing
-    least = timing.single_try if deadline <= start else min(2 * database.latency.distance, timing.farthest)
-    return max(deadline + timing.answer_grace, start + least)
-
-
-def await_first_answer(database: Database, key: str, start: float, deadline: float) -> Steps[float]:
+def await_first_answer(attempt: Attempt) -> Steps[None]:
     """Send a query to a database that has never answered this process, so that a short attempt finds a connection.
 
     From far away, or on a busy machine, the first connection takes longer than a try may. Its time begins with the
-    first try of the process, so that a server that never answers delays no later try. Returns until when the attempt
-    awaits answers.
+    first try of the process, so that a server that never answers delays no later try. Afterwards the attempt awaits
+    answers for as long as a try may take.
     """
-    until, single_try = answers_until(database, start, deadline), database.timing.single_try
-    if deadline >= start + single_try or database.dialect.single_writer:  # to a file one connects at once
-        return until
+    database, start, single_try = attempt.site.database, attempt.start, attempt.timing.single_try
+    if attempt.deadline >= start + single_try or database.dialect.single_writer:  # to a file one connects at once
+        return
     first = database.latency.first_asked(start) + database.timing.first_connection
     if first > start + single_try:
-        _ = yield from send(database, database.dialect.inspect, {"key": key}, start + single_try, answer_by=first)
-    elif deadline > start:
-        return until
-    return max(until, database.now() + single_try)
+        key = {"key": attempt.request.key}
+        _ = yield from send(database, database.dialect.inspect, key, start + single_try, answer_by=first)
+    elif attempt.deadline > start:
+        return
+    attempt.until = max(attempt.until, database.now() + single_try)
 
 
-def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
+def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
     """Take the key; None if the flow has to wait, in which case it has entered a local queue."""
-    site, request, deadline, until = waiter.site, waiter.request, waiter.deadline, waiter.until
+    site, request, deadline, until = attempt.site, attempt.request, attempt.deadline, attempt.until
     database, key = site.database, request.key
     now, dialect, timing = database.now, database.dialect, database.timing
     statement = dialect.take
     growing = pauses()
     tries = 0
     while True:
-        grant, answered = yield from _try(waiter, statement)
+        grant, answered = yield from _try(attempt, statement)
         if grant is not None:
             return grant
         holder = yield from look(database, key, until)
@@ -143,25 +114,25 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
         # A key that is free but cannot be taken has waiters, or a transaction pins it, or the server was promoted.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:
-            waiter.enter(holder)
+            attempt.enter(holder)
             return None
         if tries > 1 or not answered:
             pause = max(next(growing), min(closed, timing.poll_max))
             yield from sleep(database.store, min(pause, max(until - now(), 0.0)))
 
 
-def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool]]:
+def _try(attempt: Attempt, statement: Statement) -> Steps[tuple[Grant | None, bool]]:
     """A grant that can still be trusted, or None if the key was not free; and whether the database answered in time."""
-    site, request = waiter.site, waiter.request
-    database, until = site.database, waiter.until
-    waiter.owner = request.new_owner()
+    site, request = attempt.site, attempt.request
+    database, until = site.database, attempt.until
+    attempt.owner = request.new_owner()
     try:
-        grant = yield from begin(database, statement, request.parameters(waiter.owner), until)
+        grant = yield from begin(database, statement, request.parameters(attempt.owner), until)
     except LockStoreError as error:
         if isinstance(error, Unresolved):  # a take that succeeds later is released in the background
-            _ = waiter.find_services().withdraw(request.key, waiter.owner)
-            waiter.broken = waiter.broken or not error.late
-        waiter.owner = ""
+            _ = attempt.find_services().withdraw(request.key, attempt.owner)
+            attempt.broken = attempt.broken or not error.late
+        attempt.owner = ""
         # The key can be read meanwhile.
         passing = isinstance(error, (StoreLocked, Unresolved))
         if passing and until - database.now() >= database.timing.min_retry_time:
@@ -172,7 +143,7 @@ def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool
             raise unanswered from error.__cause__
         raise
     if grant is None:
-        waiter.owner = ""
+        attempt.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant, True
     _ = yield from handover.free(site, grant)  # granted too late

@@ -26,7 +26,7 @@ from dblock.core.values import SHARE, Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.waiting import Waiter
+    from dblock.core.acquire.waiting import Attempt
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
@@ -218,7 +218,7 @@ def _grant_held(site: Site, held: Grant) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, heir: Waiter, held: Grant) -> Steps[Passed]:
+def _hand_over_local(site: Site, heir: Attempt, held: Grant) -> Steps[Passed]:
     """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:

@@ -51,7 +51,7 @@ from dblock.core.values import Grant, LockInfo
 
 if TYPE_CHECKING:
     from dblock.core.acquire.site import Site
-    from dblock.core.acquire.waiting import Waiter
+    from dblock.core.acquire.waiting import Attempt
 
 
 class Stage(Enum):
@@ -83,7 +83,7 @@ class LocalQueue:
     def __init__(self, key: str, site: Site) -> None:
         self._key, self._site = key, site
         self._now = site.database.now
-        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+        self._waiters: OrderedDict[Attempt, None] = OrderedDict()
         """In order; finding, adding and removing one takes as long among ten thousand as among two."""
         self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
@@ -109,7 +109,7 @@ class LocalQueue:
     def holder(self, info: LockInfo | None) -> None:
         self._holder = info, self._now()
 
-    def _first(self) -> Waiter | None:
+    def _first(self) -> Attempt | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
         while self._waiters:
             first = next(iter(self._waiters))
@@ -120,19 +120,19 @@ class LocalQueue:
             self._remove(first)
         return None
 
-    def _remove(self, waiter: Waiter) -> None:
+    def _remove(self, waiter: Attempt) -> None:
         _ = self._waiters.pop(waiter, None)
         if not self._waiters and self._site.local_queues.get(self._key) is self:
             del self._site.local_queues[self._key]
 
-    def add(self, waiter: Waiter, stage: Stage) -> None:
+    def add(self, waiter: Attempt, stage: Stage) -> None:
         """Add a waiter at the end; one that tried to take the key keeps its turn."""
         waiter.local_queue, waiter.seen = self, self._now()
         if waiter.stage is not stage:
             waiter.move(stage)
         _ = self._waiters.setdefault(waiter)
 
-    def until_queueing(self, waiter: Waiter) -> float:
+    def until_queueing(self, waiter: Attempt) -> float:
         """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""
         with self._site.mutex:
             self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
@@ -140,7 +140,7 @@ class LocalQueue:
                 return self._timing.poll_notified
             return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
-    def begin_queueing(self, waiter: Waiter) -> Stage:
+    def begin_queueing(self, waiter: Attempt) -> Stage:
         """Move the waiter to QUEUED, unless it has just been handed the key; returns its stage before."""
         with self._site.mutex:
             before = waiter.stage
@@ -148,7 +148,7 @@ class LocalQueue:
                 waiter.move(Stage.QUEUED)
             return before
 
-    def begin_again(self, waiter: Waiter, over: Grant | None = None) -> None:
+    def begin_again(self, waiter: Attempt, over: Grant | None = None) -> None:
         """Wait again with a new token, as the grant or place is over; nothing changes if it was handed another grant.
 
         From then on a tenure of the old token is released by the flow that began it.
@@ -159,7 +159,7 @@ class LocalQueue:
                 waiter.grant, waiter.owner = None, waiter.request.new_owner()
                 waiter.move(Stage.WAITING)
 
-    def leave(self, waiter: Waiter, got: Grant | None = None) -> None:
+    def leave(self, waiter: Attempt, got: Grant | None = None) -> None:
         """Leave, with the tenure `got` or the one that was handed over, if any; else the tokens are given up.
 
         Without a tenure its place in the database's queue goes to the next, if that waits for its turn.
@@ -184,7 +184,7 @@ class LocalQueue:
             waiter.grant = got
             waiter.move(Stage.OUTSIDE)
 
-    def offer(self) -> Waiter | None:
+    def offer(self) -> Attempt | None:
         """Offer the key to the first waiter; None if there is none at stage WAITING."""
         with self._site.mutex:
             first = self._first()
@@ -194,7 +194,7 @@ class LocalQueue:
             first.move(Stage.OFFERED)
             return first
 
-    def confirm(self, heir: Waiter, grant: Grant) -> bool:
+    def confirm(self, heir: Attempt, grant: Grant) -> bool:
         """Report a successful hand-over to the heir; False if the heir has left or has another token by now."""
         with self._site.mutex:
             if heir.owner != grant.tenure.owner:
@@ -205,7 +205,7 @@ class LocalQueue:
                 heir.wakeup.notify()
             return True
 
-    def retract(self, heir: Waiter) -> None:
+    def retract(self, heir: Attempt) -> None:
         """Report that a hand-over was certainly not executed."""
         with self._site.mutex:
             if heir.stage is Stage.OFFERED:

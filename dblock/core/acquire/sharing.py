@@ -24,12 +24,11 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from dblock.core.acquire import handover, slow
-from dblock.core.acquire.acquiring import answers_until, await_first_answer
+from dblock.core.acquire.acquiring import acquire, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
-from dblock.core.acquire.site import Site
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
@@ -47,12 +46,6 @@ READERS_LISTED: Final = 8
 
 RETRIES: Final = 4
 """How often one that does not wait tries again at least, while others have the door for a moment."""
-
-
-class Door(Protocol):
-    """Acquires the key of a request within so many seconds, as `acquiring.acquire`."""
-
-    def __call__(self, request: Request, timeout: float | None, /) -> Steps[Grant | Refused]: ...
 
 
 class Semaphore(Protocol):
@@ -78,35 +71,17 @@ def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]
 class Sharing:
     """An attempt to acquire a share, or the door for a writer."""
 
-    def __init__(
-        self,
-        site: Site,
-        request: Request,
-        services: Callable[[], WaiterServices],
-        timeout: float | None = None,
-        *,
-        door: Door | None = None,
-        contended: Callable[[LockInfo | None], None] | None = None,
-        slow_wait: slow.SlowWait | None = None,
-    ) -> None:
-        """`door` acquires the key; `contended` and `slow_wait` are those of `acquiring.acquire`, for the wait there."""
-        self.site, self.request, self.services, self.timeout = site, request, services, timeout
-        self._door, self.contended, self.slow_wait = door, contended, slow_wait or slow.SlowWait()
-        self.database, self.shares = site.database, site.database.dialect.shares
-        self.timing = site.database.timing
-        term = min(request.ttl, self.timing.waiter_ttl)
-        self.waiting = request._replace(ttl=term, life=term)
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt, self.site, self.request = attempt, attempt.site, attempt.request
+        self.database, self.shares, self.timing = self.site.database, self.site.database.dialect.shares, attempt.timing
+        term = min(self.request.ttl, self.timing.waiter_ttl)
+        self.waiting = self.request._replace(ttl=term, life=term)
         """The request of one that may not begin yet."""
-        self.start = self.database.now()
-        self.deadline = math.inf if timeout is None else self.start + timeout
-        self.until = answers_until(self.database, self.start, self.deadline)
-        """The local time after which no statement is sent."""
+        self.deadline, self.until = attempt.deadline, attempt.until
 
     def door(self, request: Request) -> Steps[Grant | Refused]:
         """Acquire the door, in the time that is left."""
-        assert self._door is not None  # noqa: S101 - it is None for a downgrade, which does not wait
-        left = None if self.deadline == math.inf else max(self.deadline - self.database.now(), 0.0)
-        return (yield from self._door(request, left))
+        return acquire(self.attempt.again(request))
 
     def read(self) -> Steps[Grant | Refused]:
         """Begin the tenure of a reader."""
@@ -127,12 +102,13 @@ class Sharing:
     def _refusing(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
         """The steps, with a refusal in place of the errors that only say that it took too long."""
         try:
-            self.until = yield from await_first_answer(self.database, self.request.key, self.start, self.deadline)
+            yield from await_first_answer(self.attempt)
+            self.until = self.attempt.until
             return (yield from steps)
         except StoreBusy as busy:
             return Refused(busy=busy)
         except LockStoreError as late:
-            if late.late and self.timeout and self.database.now() >= self.deadline and self.database.answers():
+            if late.late and self.attempt.timeout and self.database.now() >= self.deadline and self.database.answers():
                 return Refused(busy=late)
             raise
 
@@ -142,7 +118,7 @@ class Sharing:
         Half of the time of a try is left for the last one.
         """
         left = self.until - self.database.now()
-        if self.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
+        if self.attempt.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
             return False
         yield from sleep(self.database.store, min(pause, max(left, 0.0) / 4))
         return True
@@ -272,7 +248,7 @@ class Sharing:
             if isinstance(door, Refused):
                 tries += 1
                 # If permits are free, somebody else may just be taking one.
-                if self.timeout or not (yield from self._are_free(semaphore, n)):
+                if self.attempt.timeout or not (yield from self._are_free(semaphore, n)):
                     return door
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
@@ -313,7 +289,7 @@ class Sharing:
         One that died while it tried is waited for as long as a try may take.
         """
         site, key, now = self.site, self.request.key, self.database.now
-        if self.timeout == 0 or not self.request.fair:
+        if self.attempt.timeout == 0 or not self.request.fair:
             return (yield from self._take_slot(semaphore))
         if key in site.local_queues:
             return None
@@ -429,7 +405,7 @@ class Sharing:
         try:
             grant = yield from begin(self.database, statement, {**request.parameters(owner), **more}, self.until)
         except Unresolved:
-            _ = self.services().withdraw(request.key, owner)
+            _ = self.attempt.find_services().withdraw(request.key, owner)
             raise
         except (GeneratorExit, LockStoreError):
             raise
@@ -452,16 +428,16 @@ class Sharing:
         if not shares:
             return shares
         self.database.before_waiting()
-        if self.contended is not None:
-            self.contended(None)
-        services, now, tenure = self.services(), self.database.now, door.tenure
+        if self.attempt.contended is not None:
+            self.attempt.contended(None)
+        services, now, tenure = self.attempt.find_services(), self.database.now, door.tenure
         wakeup, channel = Wakeup(self.database), services.channel
         socket = wakeup.socket = self.site.sockets.lend() if channel else None
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
         began, renew_at = now(), -math.inf
-        self.slow_wait.begin(self.start)
+        self.attempt.slow_wait.begin(self.attempt.start)
         try:
             while shares and now() < self.deadline:
                 if now() >= renew_at:
@@ -472,9 +448,9 @@ class Sharing:
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
-                if now() >= self.slow_wait.due:
+                if now() >= self.attempt.slow_wait.due:
                     share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
-                    slow.say(self.slow_wait, self.site, self.request, None, services, share=share)
+                    slow.say(self.attempt.slow_wait, self.site, self.request, None, services, share=share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
                 pause = self.timing.poll_notified
@@ -482,7 +458,7 @@ class Sharing:
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
-                pause = min(pause, soonest, min(self.deadline, renew_at, self.slow_wait.due) - now())
+                pause = min(pause, soonest, min(self.deadline, renew_at, self.attempt.slow_wait.due) - now())
                 yield from wait(self.database.store, max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()

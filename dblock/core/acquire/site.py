@@ -20,7 +20,7 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.waiting import Waiter
+    from dblock.core.acquire.waiting import Attempt
     from dblock.core.wakeup.local_socket import LocalSockets
 
 CONTENDED: Final = 1000
@@ -54,7 +54,7 @@ class Site:
         """The sockets by which flows of this process are notified; made when first needed."""
         return self._sockets()
 
-    def enter(self, waiter: Waiter, *, alone: bool, handover_expected: bool) -> None:
+    def enter(self, waiter: Attempt, *, alone: bool, handover_expected: bool) -> None:
         """Wait in the local queue of a key, or with `alone` in one without other waiters.
 
         `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
@@ -68,7 +68,7 @@ class Site:
             if not alone:
                 self.local_queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
 
-    def enter_taking(self, waiter: Waiter) -> None:
+    def enter_taking(self, waiter: Attempt) -> None:
         """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
         key = waiter.request.key
         if key not in self.local_queues:  # without the mutex: of two at a time one is found, and the other one is alone

@@ -31,25 +31,31 @@ from dblock.core.wakeup.registry import Wakeup
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Waiter:
-    """A flow that acquires a key, until it has the key, gives up or is interrupted.
+class Attempt:
+    """One attempt of a flow to acquire a key, until it has the key, gives up or is interrupted.
 
-    It is made for each attempt; if the key is not free it waits, in a local queue, and once it is the first there, in
-    the database's queue. Its `stage` says how far it is (`dblock.core.acquire.local_queue`).
+    If the key is not free the flow waits, in a local queue, and once it is the first there, in the database's queue.
+    Its `stage` says how far it is (`dblock.core.acquire.local_queue`).
     """
 
     site: Site
     request: Request
-    deadline: float = math.inf
-    until: float = math.inf
-    """The local time after which no statement is sent."""
+    timeout: float | None
+    """Seconds from now on; None: for ever."""
     find_services: Callable[[], WaiterServices] = WaiterServices
     held: Callable[[], Collection[str]] = tuple
-    """The owner tokens of the flow's tenures."""
+    """The owner tokens of the flow's tenures; with any, a wait may close a circle, which raises LockDeadlock."""
     contended: Callable[[LockInfo | None], None] | None = None
-    """Called when the flow begins to wait."""
+    """Called once if the flow waits, with the holder if that is known."""
     slow_wait: slow.SlowWait = field(default_factory=slow.SlowWait)
+    """When the wait is logged."""
+    held_in_process: bool = False
+    """Whether another flow of this process probably holds the key, so that a take would fail."""
 
+    start: float = field(init=False)
+    deadline: float = field(init=False)
+    until: float = field(init=False)
+    """The local time after which no statement is sent."""
     stage: Stage = Stage.OUTSIDE
     owner: str = ""
     """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
@@ -87,6 +93,33 @@ class Waiter:
     wakeup: Wakeup = field(init=False)
     timing: Timing = field(init=False)
 
+    def __post_init__(self) -> None:
+        database = self.site.database
+        self.timing, self.start = database.timing, database.now()
+        self.deadline = math.inf if self.timeout is None else self.start + self.timeout
+        self.until = self.answers_until()
+
+    def answers_until(self) -> float:
+        """The local time until which an attempt that began at its `start` awaits answers: one answer at least."""
+        database, timing = self.site.database, self.timing
+        distant = min(2 * database.latency.distance, timing.farthest)
+        least = timing.single_try if self.deadline <= self.start else distant
+        return max(self.deadline + timing.answer_grace, self.start + least)
+
+    def again(self, request: Request) -> Attempt:
+        """An attempt to acquire what another request asks for, in the time that is left."""
+        left = None if self.timeout is None else max(self.deadline - self.site.database.now(), 0.0)
+        return Attempt(
+            self.site,
+            request,
+            left,
+            self.find_services,
+            self.held,
+            self.contended,
+            self.slow_wait,
+            self.held_in_process,
+        )
+
     def move(self, stage: Stage) -> None:
         """Change to another stage."""
         if stage not in MOVES[self.stage]:
@@ -109,7 +142,7 @@ class Waiter:
         except LockTimeout as refused:
             refused.holder = None if holder is None else holder.masked()
             raise
-        self.services, self.wakeup, self.timing = self.find_services(), Wakeup(site.database), site.database.timing
+        self.services, self.wakeup = self.find_services(), Wakeup(site.database)
         self.holder, self.holds_other_keys = holder, bool(self.held())
         self.expects_neighbour = holder is None and site.expects_neighbour(request.key)
         alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys

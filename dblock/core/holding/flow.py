@@ -311,6 +311,8 @@ class Hold:
         """Reference to its flow; the block of a `with` may outlive that."""
         self.who = flow.who
         self.tenure: Tenure = grant.tenure
+        self.key = key_of_share(grant.tenure.key)
+        """The key that callers know it by: for a share, that of its door."""
         self.lease = Lease(
             grant,
             store.database.now,
@@ -327,11 +329,6 @@ class Hold:
         """Its entries, outermost first; empty when only an open transaction keeps it."""
         self.outer = outer
         """A lost hold of the same key, further out in the same flow, whose blocks have not left yet."""
-
-    @property
-    def key(self) -> str:
-        """The key that callers know it by: for a share, that of its door."""
-        return key_of_share(self.tenure.key)
 
     @property
     def shown(self) -> str:

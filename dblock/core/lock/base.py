@@ -10,17 +10,14 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
-from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.sharing import Sharing
-from dblock.core.acquire.site import Site
-from dblock.core.acquire.slow import SlowWait
+from dblock.core.acquire.request import Refused
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import failures
@@ -38,44 +35,6 @@ if TYPE_CHECKING:
     from dblock.core.lock.key_template import Template
 
 T = TypeVar("T")
-
-
-class Taking(NamedTuple):
-    """How a lock object acquires its key; the fields are the parameters of `acquiring.acquire`."""
-
-    site: Site
-    request: Request
-    timeout: float | None
-    services: Callable[[], WaiterServices]
-    held_in_process: bool
-    held: Callable[[], Collection[str]]
-    contended: Callable[[LockInfo | None], None] | None
-    slow_wait: SlowWait
-
-    def key(self, request: Request | None = None, timeout: float | EllipsisType | None = ...) -> Steps[Grant | Refused]:
-        """Acquire the key, as any lock."""
-        return acquiring.acquire(
-            self.site,
-            request or self.request,
-            self.timeout if isinstance(timeout, EllipsisType) else timeout,
-            self.services,
-            held_in_process=self.held_in_process,
-            held=self.held,
-            contended=self.contended,
-            slow_wait=self.slow_wait,
-        )
-
-    def sharing(self) -> Sharing:
-        """Acquire a share of the key, or the key beside shares."""
-        return Sharing(
-            self.site,
-            self.request,
-            self.services,
-            self.timeout,
-            door=self.key,
-            contended=self.contended,
-            slow_wait=self.slow_wait,
-        )
 
 
 class BaseLock:
@@ -123,9 +82,9 @@ class BaseLock:
 
     # -- what the locks of a read-write lock and of a semaphore do otherwise
 
-    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+    def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
         """Acquire what the lock is for."""
-        return taking.key()
+        return acquiring.acquire(attempt)
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of the key, with the owner's token."""

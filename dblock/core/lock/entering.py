@@ -14,10 +14,11 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.slow import SlowWait
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
-from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold, forget
 from dblock.core.lock.failures import timed_out, waits_for_itself
@@ -87,24 +88,22 @@ def _acquire(
         if (yield from _reenter(lock, database, hold, ttl, entry)):
             return hold
         _end_before_another(hold)
-    site, request = runtime.current.site(store), request_of(lock, store, flow, ttl)
+    site = runtime.current.site(store)
     found: Grant | Refused | None = None
     known = runtime.current.watchdog.hold_of(store, lock._key)
     if known is not None and known.kind != lock._kind:
         lock._check_kind(known)
     try:
         found = yield from lock._take(
-            Taking(
+            Attempt(
                 site,
-                request,
+                request_of(lock, store, flow, ttl),
                 timeout,
                 functools.partial(runtime.current.waiter_services, store),
+                lambda: [each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss],
+                contended,
+                SlowWait(lock._slow_wait),
                 held_in_process=known is not None,
-                held=lambda: [
-                    each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss
-                ],
-                contended=contended,
-                slow_wait=SlowWait(lock._slow_wait),
             )
         )
         if isinstance(found, Grant):

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.sharing import listed
+from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock import entering, leaving
-from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost, let_expire
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
@@ -99,12 +100,12 @@ class IsPermit(BaseLock):
                 key=self._key,
             )
 
-    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+    def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
         if self._is_being_taken:
             self._refuse_to_share()
         self._taken_by, self._is_being_taken = current_flow().ref, True
         try:
-            found = yield from taking.sharing().acquire(self._semaphore, self._wanted)
+            found = yield from Sharing(attempt).acquire(self._semaphore, self._wanted)
         finally:
             self._is_being_taken = False
         if isinstance(found, Refused):

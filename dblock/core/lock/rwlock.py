@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
-from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.lock.locks import refuses
 from dblock.core.protocol import tenures
@@ -60,8 +62,8 @@ class Reads(_OfReadWriteLock):
 
     _reading = 1
 
-    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
-        return taking.sharing().read()
+    def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
+        return Sharing(attempt).read()
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of this flow if it reads; else of the reader whose row comes first, else None."""
@@ -76,8 +78,8 @@ class Reads(_OfReadWriteLock):
 class Writes(_OfReadWriteLock):
     """The lock of a writer, which holds it alone."""
 
-    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
-        return taking.sharing().write()
+    def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
+        return Sharing(attempt).write()
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The key's row; that a reader comes through the queue at this moment is no writer."""
@@ -100,7 +102,8 @@ def downgrade(lock: Writes) -> Steps[None]:
     if flow is None:
         raise lock._not_held("downgrade")
     request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
-    sharing, growing = Sharing(site_of(hold), request, lambda: runtime.current.waiter_services(hold.store)), pauses()
+    services = partial(runtime.current.waiter_services, hold.store)
+    sharing, growing = Sharing(Attempt(site_of(hold), request, None, services)), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.
         if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):

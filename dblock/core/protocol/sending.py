@@ -24,7 +24,7 @@ from dblock.core.errors import (
 )
 from dblock.core.latency import Latency
 from dblock.core.log import warn
-from dblock.core.protocol.steps import Parameters, Rows, Runner, Steps, execute, sleep
+from dblock.core.protocol.steps import Execute, Parameters, Rows, Runner, Steps, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
 from dblock.core.timing import Timing
 from dblock.core.values import QUARANTINE
@@ -68,7 +68,8 @@ class Database:
     @property
     def timing(self) -> Timing:
         """The times of the protocol for the distance of the database."""
-        return (self.own_timing or timing.DEFAULT).at(self.latency.distance)
+        near, distance = self.own_timing or timing.DEFAULT, self.latency.distance
+        return near if distance <= near.near else near.at(distance)
 
     def answers(self) -> bool:
         """Whether it has answered a moment ago, so that a missing answer is probably late, not lost."""
@@ -118,7 +119,7 @@ def send(
         sent = database.now()
         try:
             answered = until if answer_by is None else answer_by
-            rows = yield from execute(database.store, statement, parameters, answered, location)
+            rows: Rows = yield Execute(database.store, statement, parameters, answered, location)
             if database.outage:
                 database.back()
             return sent, rows  # noqa: TRY300 - an `else` would not be nearer

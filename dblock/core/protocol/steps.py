@@ -126,14 +126,6 @@ class Cancel:
             raise Cancelled
 
 
-def execute(
-    store: Runner, statement: Statement, parameters: Parameters, until: float = math.inf, location: object = None
-) -> Steps[Rows]:
-    """The rows that `statement` answers with until that local time; raises what the executor raises."""
-    rows: Rows = yield Execute(store, statement, parameters, until, location)
-    return rows
-
-
 def sleep(store: Runner, seconds: float) -> Steps[None]:
     """Return after `seconds`."""
     yield Sleep(store, seconds)
