@@ -621,7 +621,8 @@ def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: A
     drive = lock._drive if either.face == "sync" else lock._adrive
 
     def sent() -> Steps[Rows]:
-        return (yield Execute(lock._store(), either.protocol.dialect.detach, late))
+        rows: Rows = yield Execute(lock._store(), either.protocol.dialect.detach, late)
+        return rows
 
     assert actor.do(lambda: drive(sent())) == []
     assert other.call(taken, "verify")

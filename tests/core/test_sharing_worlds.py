@@ -425,7 +425,7 @@ def lets_expire_what_it_has(patch: Patch) -> None:
     renew = Sharing._renew
 
     def once(self: Sharing, held: Any, channel: str, got: Any) -> Steps[bool]:
-        if held.grant.term:
+        if held.term:
             yield from ()
             return True
         return (yield from renew(self, held, channel, got))
