@@ -162,7 +162,7 @@ class ProcessServices(WaiterServices):
         if hold is None:
             return None
         label = next((lock.options.label for lock in hold.locks()), "")
-        return hold.who["thread"], label, hold.lease.now() - hold.lease.acquired
+        return hold.who["thread"], label, hold.lease.held
 
     def keep(self, place: Place) -> bool:
         """See WaiterServices."""

@@ -21,6 +21,7 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
+from dblock.core import runtime
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
 from dblock.core.observing import observers
@@ -72,8 +73,7 @@ class History:
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
         """Add an event of the flow `who`, unless it only concerns that flow itself (re-entries)."""
-        kind = event.kind
-        if kind not in _SECONDS or event.how == "reentered" or (kind is Kind.RELEASED and event.depth):
+        if event.how == "reentered" or (event.kind is Kind.RELEASED and event.depth):
             return
         if store.asynchronous:
             self._loop = asyncio._get_running_loop() or self._loop
@@ -208,7 +208,17 @@ class Histories:
         return [(store, self._of[store]) for store in stores]
 
 
+def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
+    if not store.history or event.kind not in _SECONDS:
+        return
+    watchdog = runtime.current.watchdog
+    histories = watchdog.histories
+    if not isinstance(histories, Histories):  # in a forked child, too: the events before are its parent's
+        histories = watchdog.histories = Histories()
+    histories.note(store, event, runtime.current_flow().who if who is None else who)
+    watchdog.wake_some_time()
+
+
 def record() -> None:
     """Have the events of this process written from now on; each face calls it once a store keeps a history."""
-    observers.make_histories = Histories
-    observers.record()
+    observers.add(_hear)

@@ -301,8 +301,8 @@ def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
     assert isinstance(observers, Observers)
     store: Any = type("Somewhere", (), {"name": "x", "history": 0})
     for number in range(500):
-        observers.tell_later(Kind.RENEWED, store, {}, amount=number)
-        observers.tell_later(Kind.LOST, store, {})
+        observers.tell(store, Event(Kind.RENEWED, "x", amount=number))
+        observers.tell(store, Event(Kind.LOST, "x"))
     assert sum(thread.name == "dblock deliveries" for thread in threading.enumerate()) == 1
     go.set()
     assert until(lambda: len(seen) == 500, 20)

@@ -66,6 +66,15 @@ class Lease:
         return "at_risk" if self.renewing and self.now() >= self.late_from else "held"
 
     @property
+    def held(self) -> float:
+        """Seconds since the tenure was acquired."""
+        return self.now() - self.acquired
+
+    def lateness(self, now: float) -> float:
+        """Seconds since its renewal was due, at a local time."""
+        return max(now - self.renewed - self.term / 3, 0.0)
+
+    @property
     def late_from(self) -> float:
         """The local time from which a missing renewal is late; infinity if it is not renewed."""
         return min(self.renewed + self.term / 2, self.trusted_until) if self.renewing else math.inf

@@ -212,11 +212,13 @@ def attach(lock: L, token: Token) -> Steps[L]:
     """Hold the tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
-    steps, observers = _attach(lock, token), runtime.current.watchdog.observers
-    return steps if observers is None else observers.attach(lock, steps, _release)
+    entry, observers = Entry(lock, "attach"), runtime.current.watchdog.observers
+    begin = functools.partial(_attach, lock, token, entry)
+    _ = yield from begin() if observers is None else observers.acquire(lock, entry, begin, _release)
+    return lock
 
 
-def _attach(lock: L, token: Token) -> Steps[L]:
+def _attach(lock: BaseLock, token: Token, entry: Entry, _contended: object = None) -> Steps[Hold]:
     store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
     database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
     request = request_of(lock, store, flow, lock._ttl)
@@ -229,7 +231,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
         known = flow.holds.get(resource)
         if known is not None:
             _ = known.lease.lose(Loss(Reason.EXPIRED))
-        hold = begin_hold(lock, flow, found, Entry(lock, "attach"), known, store=store)
+        hold = begin_hold(lock, flow, found, entry, known, store=store)
     except GeneratorExit:
         raise
     except BaseException as error:  # interrupted, or it cannot be renewed
@@ -243,7 +245,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
         hold.entries = []
         _ = yield from handover.free(site, hold.grant)
         raise lock._lost(hold)
-    return lock
+    return hold
 
 
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:

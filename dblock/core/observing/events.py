@@ -46,6 +46,9 @@ class Kind(StrEnum):
     """This process has freed a key of another holder for an administrator; `reason` says by whom and why."""
 
 
+IN_FLOW: Final = frozenset(Kind) - {Kind.RENEWED, Kind.AT_RISK, Kind.LOST}
+"""The kinds that are delivered in the flow that they are about; the others, of the watchdog, in another thread."""
+
 How = Literal["", "at_once", "waited", "handed_over", "reentered", "attached", "released", "detached"]
 
 

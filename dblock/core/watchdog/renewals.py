@@ -120,7 +120,7 @@ class Renewal:
             kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
             (renewed if kept else not_renewed).append(due)
         if self._keeper.observers is not None:
-            self._keeper.observers.renewed(self.store, sent, [due.hold for due in renewed])
+            self._keeper.observers.renewed(self.store, sent, [due.lease for due in renewed])
         for due in renewed:
             _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
         yield from self._handle_not_renewed(not_renewed, alive or {}, budget)

@@ -27,9 +27,9 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from dblock.core import clock, timing
@@ -47,7 +47,23 @@ from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 from dblock.core.worker import Worker, start
 
 if TYPE_CHECKING:
-    from dblock.core.observing.observers import Histories, Observers
+    from dblock.core.observing.observers import Observers
+
+
+class Writes(Protocol):
+    """Rows that are to be written in the background."""
+
+    def begin(self, *, ripe: float = 0.0) -> Iterable[tuple[Store, Any, Steps[None]]]:
+        """The writes that are due: store, event loop (None: one of its own), and steps.
+
+        `ripe`: minimum age in seconds of the oldest row of a write.
+        """
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is to be written, or being written."""
+        ...
 
 
 def _in_background(steps: Steps[None]) -> Steps[None]:
@@ -95,7 +111,7 @@ class Watchdog(Worker):
         self._added = self._finalized = False
         self._locked_of_late = set[tuple[Store, Any]]()
         """Databases that this process reaps, with event loops, in which a lock was taken since the last round."""
-        self.histories: Histories | None = None
+        self.histories: Writes | None = None
         """The events to write; None if no store keeps a history."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.observers: Observers | None = None
@@ -224,7 +240,7 @@ class Watchdog(Worker):
             warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
             self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
             if self.observers is not None:
-                self.observers.lost(seen)
+                self.observers.lost(seen, loss)
         finally:  # last: a signal that one sends may raise here, if this is the main thread
             for lock in seen.locks():
                 lock._interrupt_body(hold)
