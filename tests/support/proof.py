@@ -1,6 +1,7 @@
 """What is required, what is broken on purpose, and which test shows or notices it: the tables of docs/proof.md.
 
-`python -m tests.support.proof` writes them; `tests/project/test_proof.py` says whether the page is as they are.
+`python -m tests.support.proof` writes them, and with `--mutants` lists each mutant. `tests/project/test_proof.py` says
+whether the page is as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -411,11 +413,13 @@ def mutants() -> Iterator[tuple[str, str, str, str]]:
 
 
 def mutations() -> Iterator[str]:
-    """The table."""
-    yield "| about | mutant | what it does otherwise | noticed by |"
+    """The table: a row for each subject, with the first of its mutants and the tests that notice them all."""
+    yield "| about | mutants | for example | noticed by |"
     yield "|---|---|---|---|"
-    for about, name, said, test in sorted(mutants(), key=lambda each: ORDER.index(each[0])):
-        yield f"| {about} | `{name}` | {said} | `{test.removeprefix('tests/')}` |"
+    for about in ORDER:
+        found = [each for each in mutants() if each[0] == about]
+        tests = dict.fromkeys(f"`{test.removeprefix('tests/').partition('::')[0]}`" for *_, test in found)
+        yield f"| {about} | {len(found)} | {' '.join(said for *_, said, _ in found[:3])} | {'<br>'.join(tests)} |"
 
 
 # -- the page
@@ -442,7 +446,10 @@ def defined(test: str) -> bool:
 
 
 def main() -> None:
-    _ = PAGE.write_text(whole(PAGE.read_text()))
+    if sys.argv[1:] == ["--mutants"]:
+        print(*("\t".join(each) for each in mutants()), sep="\n")
+    else:
+        _ = PAGE.write_text(whole(PAGE.read_text()))
 
 
 if __name__ == "__main__":
