@@ -51,6 +51,7 @@ extensions = [
 ]
 exclude_patterns = ["pictures"]
 nitpicky = True
+suppress_warnings = ["toc.not_included"]  # the pages in Chinese, which are linked by language
 smartquotes_action = "D"  # dashes only: "auto" is a value
 
 # -- Markdown

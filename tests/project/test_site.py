@@ -201,7 +201,7 @@ asyncio.run(sold())
 DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-semaphore", "case-stampede"]
 ENGINES = ["case-webhook", "case-import", "case-leader"]
 ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
-SHELL = ["start-shell", "runbook-look", "runbook-free", "runbook-evidence"]
+SHELL = ["start-shell", "run-commands", "runbook-look", "runbook-free", "runbook-evidence"]
 OTHERS = ["case-models", "case-migrations", "contributing", *SHELL]
 PAGE = ON_THE_SITE
 
@@ -449,8 +449,19 @@ def test_every_page_is_on_the_site() -> None:
     lines = [line.rpartition("<")[2].rstrip(">") for each in lists for line in each.splitlines() if line]
     entries = [f"docs/{line}.md" for line in lines]
     assert len(entries) == len(set(entries))
-    elsewhere = {"docs/api/index.md", *CHINESE}
-    assert {*entries, "docs/index.md"} - elsewhere == {page for page in PAGES if page.startswith("docs/")}
+    assert {*entries, "docs/index.md"} - {"docs/api/index.md"} == {page for page in PAGES if page.startswith("docs/")}
+
+
+def test_the_pages_are_short() -> None:
+    """No page has over 2,500 words, and all have 35,000; without the API, the changelog and the generated benchmarks."""
+    pages = [page for page in PAGES if page.startswith("docs/") and "benchmarks" not in page and "changelog" not in page]
+    words = {}
+    for page in [*pages, "CONTRIBUTING.md", *CHINESE]:
+        told = re.sub(r"<!--.*?-->|(?<=\])\([^)]*\)", "", text(page), flags=re.DOTALL)
+        words[page] = sum(bool(re.search(r"\w", word)) for word in told.split())
+    assert {page: count for page, count in words.items() if count > 2_500} == {}
+    assert sum(words.values()) <= 35_000
+    assert all(len(text(page).splitlines()) <= 100 for page in ("README.md", "README.zh.md"))
 
 
 TRANSLATED = {"README.zh.md": "README.md"}
