@@ -447,7 +447,7 @@ def defined(test: str) -> bool:
 
 def main() -> None:
     if sys.argv[1:] == ["--mutants"]:
-        print(*("\t".join(each) for each in mutants()), sep="\n")
+        sys.stdout.writelines("\t".join(each) + "\n" for each in mutants())
     else:
         _ = PAGE.write_text(whole(PAGE.read_text()))
 
