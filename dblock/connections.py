@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
+from django.utils.connection import ConnectionDoesNotExist
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.connection import PooledConnection
@@ -39,6 +40,14 @@ MOST: Final = 5
 
 _of_parents: list[Any] = []
 """In a forked child: the connections of the parent's own, kept so that nothing finalizes them."""
+
+
+def valid_alias(using: object) -> str:
+    """An alias of DATABASES; Django's ConnectionDoesNotExist otherwise."""
+    alias = str(using)
+    if alias not in connections:
+        raise ConnectionDoesNotExist(f"DATABASES has no alias {using!r}, only {', '.join(sorted(connections))}")
+    return alias
 
 
 class DjangoPool(AutocommitPool):

@@ -17,10 +17,9 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError, NotSupportedError, ProgrammingError
-from django.utils.connection import ConnectionDoesNotExist
 
 from dblock import conf
-from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location
+from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location, valid_alias
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.lock.executor import BaseStore
@@ -47,11 +46,7 @@ class DjangoStore(BaseStore):
     _paramstyle = "pyformat"
 
     def __init__(self, alias: str) -> None:
-        try:
-            connection = connections[str(alias)]
-        except ConnectionDoesNotExist as error:
-            known = ", ".join(sorted(connections))
-            raise UnsupportedDatabase(f"DATABASES has no alias {alias!r}, only {known}") from error
+        connection = connections[valid_alias(alias)]
         vendor = connection.vendor
         if vendor not in DIALECTS:
             raise UnsupportedDatabase(

@@ -1,6 +1,6 @@
 """Where a task and a beat get their locks: from a database of Django's, or from an engine of SQLAlchemy's.
 
-Rule: neither framework is imported before a lock is asked for, or an alias is checked.
+Rule: neither framework is imported before a lock is asked for.
 """
 
 from __future__ import annotations
@@ -58,13 +58,3 @@ def valid_engine(engine: Any) -> Any:
     if not (engine is None or isinstance(engine, class_) or (callable(engine) and not hasattr(engine, "engine"))):
         raise TypeError(f"engine is an Engine of SQLAlchemy's, or a function that returns one, not {engine!r}")
     return engine
-
-
-def valid_alias(using: str) -> str:
-    """An alias of DATABASES; Django's ConnectionDoesNotExist otherwise."""
-    from django.db import connections  # noqa: PLC0415 - needs Django
-    from django.utils.connection import ConnectionDoesNotExist  # noqa: PLC0415 - needs Django
-
-    if using not in connections:
-        raise ConnectionDoesNotExist(f"DATABASES has no alias {using!r}, only {', '.join(sorted(connections))}")
-    return using

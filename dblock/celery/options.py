@@ -16,7 +16,7 @@ from kombu.serialization import dumps as serialize
 from kombu.serialization import loads as deserialize
 from kombu.utils.json import dumps
 
-from dblock.celery.faces import lock_of, valid_alias, valid_engine
+from dblock.celery.faces import lock_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
 from dblock.core.options import Callback, unknown_options, valid_options
@@ -247,6 +247,8 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     if options.get("using") is not None:
         if engine is not None:
             raise ValueError("using is an alias of Django's, and does nothing with engine=")
+        from dblock.connections import valid_alias  # noqa: PLC0415 - needs Django
+
         _ = valid_alias(options["using"])
     told = {name: given[name] for name in CoreOptions._fields if name in options}
     core = valid_options(label=given.get("label", ""), interrupt=given.get("interrupt", False), **told)

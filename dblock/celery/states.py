@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.errors import PASSING, LockStoreError
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.statements import mysql, postgresql, sqlite
@@ -94,7 +94,7 @@ def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
     parameters: Parameters = {"key": key, "fence": fence}
     try:
         _ = yield from _send(database, states.enter, parameters)
-    except (StoreConflict, StoreUnanswered):
+    except PASSING:
         raise
     except LockStoreError:  # probably no table; if not, the next one fails too
         _ = yield from _send(database, states.make, {})

@@ -19,6 +19,7 @@
        |  '- StoreBusy                         the same, because another transaction has locked the row
        |     |- StoreLocked                    or, in SQLite, the whole database
        |     '- PoolExhausted                  or because all connections of the lock are in use
+       |- StoreUnreachable                     no connection could be opened: nothing was sent
        |- StoreUnanswered                      the connection broke: the statement may or may not have happened
        '- QuorumUnavailable                    too few databases answer (`dblock.majority`)
 
@@ -29,6 +30,7 @@ attributes keep such text as it is.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -222,12 +224,12 @@ class UnsupportedDatabase(LockError):
 class LockStoreError(LockError):
     """The database could not do what the lock needed; the driver's error is the `__cause__`."""
 
-    late = False
-    """Whether the only known problem is that the answer did not come in time."""
+    late = 0.0
+    """The seconds that an answer was given, if the only known problem is that it did not come in time."""
 
-    def because_late(self) -> Self:
+    def because_late(self, seconds: float = math.inf) -> Self:
         """This error, with `late` set."""
-        self.late = True
+        self.late = seconds
         return self
 
 
@@ -251,5 +253,13 @@ class PoolExhausted(StoreBusy):
     """All connections of the lock are in use; nothing was sent."""
 
 
+class StoreUnreachable(LockStoreError):
+    """No connection to the database could be opened: it is down, cannot be reached, or refuses. Nothing was sent."""
+
+
 class StoreUnanswered(LockStoreError):
     """The connection broke before the answer: the statement may have been committed, or not."""
+
+
+PASSING: Final = (StoreConflict, StoreUnreachable, StoreUnanswered)
+"""The failures of a database that may pass."""

@@ -24,6 +24,7 @@ from dblock.core.errors import (
     StoreBusy,
     StoreConflict,
     StoreUnanswered,
+    StoreUnreachable,
 )
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
@@ -96,7 +97,7 @@ def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Ro
     taking = partial(protocol.take, database, request.parameters(owner), proposed, _soon(database))
     try:
         found = yield from undone(taking, partial(give_back, lock, owner), but=LockStoreError)
-    except StoreConflict:
+    except (StoreConflict, StoreUnreachable):
         return None, ()
     except StoreUnanswered:
         _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)

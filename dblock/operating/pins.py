@@ -16,7 +16,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any, Final
 
-from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.errors import PASSING, LockStoreError
 from dblock.core.pinned import Pin, Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
@@ -84,13 +84,13 @@ def _on_mysql(database: Database, keys: list[str], until: float, settle: float) 
     try:
         if not mariadb:
             return (yield from _holding(database, locked, until))
-    except (StoreConflict, StoreUnanswered):
+    except PASSING:
         raise
     except LockStoreError:
         hidden = DATA_LOCKS
     try:
         rows = yield from _ask(database, statements.SUSPECTS, until)
-    except (StoreConflict, StoreUnanswered):
+    except PASSING:
         raise
     except LockStoreError:
         rows, hidden = [], PROCESS

@@ -24,7 +24,7 @@ from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import HANGING, KEPT, AutocommitPool
 from dblock.core.connections.slots import Slots, SlotWaiter
-from dblock.core.errors import PoolExhausted, StoreConflict
+from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
 from tests.conftest import timed
 from tests.support.lab import threads, until
@@ -83,7 +83,7 @@ def soon(seconds: float = 0.05) -> float:
 def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
     """It came late, the next one took it and was interrupted before its statement: the slot is free again."""
     pool = Pool(most=1)
-    with pytest.raises(StoreConflict, match="in time"):
+    with pytest.raises(StoreUnreachable, match="in time"):
         pool.take(soon(), critical=False)
     pool.may.set()
     assert until(lambda: pool._idle)
@@ -98,7 +98,7 @@ def test_openings_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def flow() -> None:
         while clock.now() < end:
-            with pytest.raises(StoreConflict, match="no connection could be opened in time"):
+            with pytest.raises(StoreUnreachable, match="no connection could be opened in time"):
                 pool.take(soon(), critical=False)
 
     flows = [threading.Thread(target=flow) for _ in range(8)]
@@ -137,7 +137,7 @@ def test_one_that_is_returned_while_another_is_opened() -> None:
     threading.Timer(0.05, pool.give, (mine,)).start()
     assert pool.take(soon(5), critical=False) is mine
     pool.give(mine)
-    with pytest.raises(StoreConflict, match="in time"):
+    with pytest.raises(StoreUnreachable, match="in time"):
         pool.open_apart(soon(0.3))
     pool.may.set()
     assert until(lambda: len(pool._idle) == 2)
@@ -147,7 +147,7 @@ def test_one_that_is_returned_while_another_is_opened() -> None:
 def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
     """All of them wait for it; when it has come, as many go on as there may be connections."""
     pool, out, most = Pool(most=3), list[PooledConnection](), list[int]()
-    with pytest.raises(StoreConflict):
+    with pytest.raises(StoreUnreachable):
         pool.take(soon(), critical=False)
 
     def work() -> None:
@@ -222,7 +222,7 @@ def test_one_that_somebody_was_interrupted_waiting_for_is_expected_too() -> None
     pool = Interrupted(most=3)
     with pytest.raises(KeyboardInterrupt):
         pool.take(soon(), critical=False)
-    with pytest.raises(StoreConflict, match="in time"):
+    with pytest.raises(StoreUnreachable, match="in time"):
         pool.take(soon(), critical=False)
     pool.may.set()
     pool.give(pool.take(soon(5), critical=False))
@@ -236,7 +236,7 @@ def test_what_was_lent_in_an_event_loop_that_is_closed_is_lent_no_more() -> None
     pool.home = over = Loop()
     abandoned = pool.take(soon(), critical=False)
     pool.home = Loop()
-    with pytest.raises(StoreConflict, match="in use"):
+    with pytest.raises(PoolExhausted, match="in use"):
         pool.take(soon(), critical=False)
     over.closed = True
     pool.give(pool.take(soon(), critical=False))

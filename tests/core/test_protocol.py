@@ -25,6 +25,7 @@ from dblock.core.errors import (
     StoreConflict,
     StoreReadOnly,
     StoreUnanswered,
+    StoreUnreachable,
 )
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
@@ -323,13 +324,13 @@ def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
     """The waiter goes on when the database is back, within its timeout."""
     world = World()
     play(world, acquire(world, ttl=30.0), {})
-    faults = {("inspect", number): raising(StoreConflict("cannot connect")) for number in range(2, 60)}
+    faults = {("inspect", number): raising(StoreUnreachable("cannot connect")) for number in range(2, 60)}
     assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
 
 
-@pytest.mark.parametrize("error", [StoreReadOnly, StoreConflict])
-def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> None:
-    """A server that took no writes is an outage, though the last answer is missing; a deadlock is work of others."""
+@pytest.mark.parametrize("error", [StoreReadOnly, StoreUnreachable, StoreConflict])
+def test_a_refusal_for_good_is_no_missing_answer(error: type[LockStoreError]) -> None:
+    """No writes or no connections are an outage, though the last answer is missing; a deadlock is work of others."""
     world = World()
     site = world.site()
     site.database.latency.answered = math.inf
@@ -344,18 +345,36 @@ def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> 
     faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 3): too_late, ("accept", 0): refused}
     faults |= {("take", number): refused for number in range(3)}
     steps = acquiring.acquire(Attempt(site, wish("k", 2.0), 2.0))
-    if error is StoreReadOnly:
+    if error is not StoreConflict:
         with pytest.raises(StoreUnanswered, match="before that: no writes"):
             play(world, steps, faults)
     else:
         assert isinstance(play(world, steps, faults), Refused)
 
 
+@pytest.mark.parametrize(("seconds", "refused"), [(0.005, True), (0.1, False)])
+def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refused: bool) -> None:
+    """The caller's time was up before a statement that was sent in its last milliseconds could be answered."""
+    world = World()
+
+    def unanswered(step: Execute) -> Rows:
+        world.time += 2.0
+        raise StoreUnanswered("no answer").because_late(seconds)
+
+    steps = acquiring.acquire(Attempt(world.site(), wish("k", 2.0), 2.0))
+    faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 0): unanswered, ("accept", 0): unanswered}
+    if refused:
+        assert isinstance(play(world, steps, faults), Refused)
+    else:
+        with pytest.raises(StoreUnanswered, match="no answer"):
+            play(world, steps, faults)
+
+
 def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The log tells it, where the caller waits for ever; a short one is not logged."""
     for times, told in ((5, 0), (3000, 1)):
         world = World()
-        faults = {("take", number): raising(StoreConflict("no route to host")) for number in range(times)}
+        faults = {("take", number): raising(StoreUnreachable("no route to host")) for number in range(times)}
         play(world, acquire(world, None), faults)
         begin, end = "nothing but a test cannot be used, trying again: no route to host", "can be used again, after"
         messages = [record.getMessage() for record in caplog.records]

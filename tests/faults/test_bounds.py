@@ -26,7 +26,7 @@ from sqlalchemy.util import greenlet_spawn
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
 from dblock.core import runtime, timing
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import StoreUnreachable
 from dblock.drivers import psycopg, sessions
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
@@ -405,7 +405,7 @@ def test_a_first_connection_that_nobody_answers(
 
         async def first() -> None:
             begun = time.monotonic()
-            with pytest.raises((TimeoutError, StoreConflict)):
+            with pytest.raises((TimeoutError, StoreUnreachable)):
                 async with asyncio.timeout(0.3 if ends == "cancelled" else None):
                     _ = await db_lock(engine, "k", timeout=20 if ends == "cancelled" else 0.3).acquire()
             assert time.monotonic() - begun < 2.5, "longer than a second for leaving nothing behind"
@@ -450,7 +450,7 @@ def test_a_session_that_cannot_be_set_up(
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, unheard)
-            with pytest.raises(StoreConflict):
+            with pytest.raises(StoreUnreachable):
                 db_lock(engine, "k", timeout=0.3).acquire()
             assert until(lambda: not threads("dblock connect"), 5)
         proxy.black_hole = False
@@ -647,7 +647,7 @@ def test_connections_that_the_network_has_forgotten(
         forgotten = list(pool._idle)
         start = time.monotonic()
         got = False
-        with contextlib.suppress(StoreConflict):  # a busy machine opens a connection late: the next chance counts
+        with contextlib.suppress(StoreUnreachable):  # a busy machine opens a connection late: the next chance counts
             got = wire.actor.call(lock, "acquire", **options)
         took = time.monotonic() - start
         assert until(lambda: not any(each in forgotten for each in pool._idle)), "the others were asked, and ended"

@@ -314,6 +314,7 @@ def test_public_names() -> None:
         "StoreLocked",
         "StoreReadOnly",
         "StoreUnanswered",
+        "StoreUnreachable",
         "SynchronousOnlyOperation",
         "UnsupportedDatabase",
         "WriteLock",

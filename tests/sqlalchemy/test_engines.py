@@ -24,9 +24,10 @@ from sqlalchemy.exc import MissingGreenlet
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dblock.core import clock
+from dblock.core import clock, runtime
 from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup.registry import Wakeup
 from dblock.drivers.tried import TRIED
 from sqlalchemy_dblock import (
@@ -37,7 +38,7 @@ from sqlalchemy_dblock import (
     LockLost,
     LockStoreError,
     LockTimeout,
-    StoreConflict,
+    StoreUnreachable,
     UnsupportedDatabase,
     attach,
     db_leader,
@@ -106,7 +107,7 @@ def test_whatever_a_driver_says_at_connecting_is_an_error_of_the_store(said: Exc
     engine = create_engine("postgresql+psycopg://", creator=connect)
     with pytest.raises(LockStoreError, match=re.escape(str(said))) as caught:
         db_lock(engine, "k", timeout=0.1).acquire()
-    assert (len(tries) > 1) == outage == isinstance(caught.value, StoreConflict)
+    assert (len(tries) > 1) == outage == isinstance(caught.value, StoreUnreachable)
 
 
 def test_an_opening_that_is_given_up_does_not_cancel_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_an_opening_that_is_given_up_does_not_cancel_its_caller(monkeypatch: pyt
 
     async def acquire() -> None:
         engine = create_async_engine("postgresql+asyncpg://", async_creator=hangs)
-        with pytest.raises(StoreConflict):
+        with pytest.raises(StoreUnreachable):
             await db_lock(engine, "k", timeout=0.3).acquire()
         assert not stalls
 
@@ -969,4 +970,30 @@ def test_two_processes_with_one_token(request: pytest.FixtureRequest, database: 
             )
     with db_lock(engine, "k", timeout=0):
         pass
+    engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["db_locks", "permits"])
+def test_a_database_that_is_away_is_not_asked_for_each_of_several(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release of the first waits for it; the others are renewed no more, and the error says so."""
+    timed(monkeypatch, retry_budget=0.05)
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    held: Any = db_locks(engine, "a", "b", "c") if kind == "db_locks" else db_semaphore(engine, "k", permits=3)
+    all_of_it = () if kind == "db_locks" else (3,)
+    assert held.acquire(**({} if kind == "db_locks" else {"n": 3}))
+    store, asked = store_for(engine), set[object]()
+
+    def refused(step: Execute) -> Rows:
+        asked.add(step.parameters.get("key"))
+        raise StoreUnreachable("nothing listens")
+
+    monkeypatch.setattr(store, "execute", refused)
+    with pytest.raises(StoreUnreachable) as caught:
+        held.release(*all_of_it)
+    assert len(asked) == 1
+    assert ["is left to its lease" in note for note in caught.value.__notes__] == [True, True]
+    assert not any(hold.store is store for hold in runtime.current.watchdog._holds)
     engine.dispose()

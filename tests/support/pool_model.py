@@ -22,7 +22,7 @@ from dblock.core import timing
 from dblock.core.connections.connection import PooledConnection, Stage
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.connections.slots import Slots, SlotWaiter
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
 from tests.support.explore import Choice
 
@@ -245,7 +245,7 @@ class PoolWorld:
         for turn, use in enumerate(actor.uses):
             actor.turn, actor.use = turn, use
             until = self.time + use.timeout
-            with contextlib.suppress(StoreConflict, Refused, KeyboardInterrupt):
+            with contextlib.suppress(PoolExhausted, StoreUnreachable, Refused, KeyboardInterrupt):
                 connection: PooledConnection | None = self.pool.take(
                     until, critical=use.critical, priority=use.priority
                 )

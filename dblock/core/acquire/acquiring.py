@@ -47,9 +47,8 @@ def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
             attempt.leave(found if isinstance(found, Grant) else None)
         except LockStoreError as error:
             yield from attempt.clean_up(behind=True)
-            # A database that answers is slow, or far away, and not broken.
-            in_time = attempt.broken or not attempt.timeout or database.now() < deadline
-            if not ((error.late and not in_time and database.answers()) or isinstance(error, StoreBusy)):
+            slow = attempt.timeout and not attempt.broken and database.now() >= deadline and database.only_late(error)
+            if not (slow or isinstance(error, StoreBusy)):
                 raise
             found = Refused(busy=error)
     except GeneratorExit:  # nothing drives further steps

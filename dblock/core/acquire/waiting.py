@@ -18,7 +18,7 @@ from dblock.core.acquire.local_queue import MOVES, LocalQueue, Stage
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.errors import PASSING, LockTimeout, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place, QueueStatus
@@ -206,7 +206,7 @@ class Attempt:
                 # StoreBusy: a transaction has locked a row that this flow needs to write; it can still be read.
                 yield from self._begin_again()
                 late = isinstance(error, StoreUnanswered) and self.until - now() < self.timing.min_retry_time
-                if late and not (self.holder and error.late and self.site.database.answers()):
+                if late and not (self.holder and self.site.database.only_late(error)):
                     raise
                 yield from sleep(self.site.database.store, min(next(growing), max(self.deadline - now(), 0.0)))
                 continue
@@ -367,7 +367,7 @@ class Attempt:
         """The row at the deadline, else as last read; StoreBusy if it could never be read."""
         try:
             return (yield from look(self.site.database, self.request.key, self.until))
-        except (StoreConflict, StoreUnanswered) as error:
+        except PASSING as error:
             if self.holder is not None:
                 return self.holder
             raise StoreBusy(f"the time was up before the database had said who holds it: {error}") from error
@@ -467,7 +467,7 @@ class Attempt:
         database = self.site.database
         try:
             view = yield from queue.status(database, self.request.key, self.until, place.owner, place.ticket)
-        except (StoreConflict, StoreUnanswered):
+        except PASSING:
             if database.now() < self.deadline:
                 raise
             return None

@@ -42,7 +42,7 @@ from dblock.core import clock, timing
 from dblock.core.connections.connection import CLOSED, IDLE, LATE, LENT, OPENING, PooledConnection
 from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.connections.tracebacks import leave_out_driver
-from dblock.core.errors import PoolExhausted, StoreConflict
+from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 
@@ -135,7 +135,7 @@ class AutocommitPool:
     # -- for the executors
 
     def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
-        """An idle connection of this event loop, or a new one; StoreConflict if there is none until that local time.
+        """An idle connection of this event loop, or a new one; LockStoreError if there is none until that local time.
 
         `critical`: for renewing or releasing; `priority`: before waiting callers that are not.
         """
@@ -160,7 +160,7 @@ class AutocommitPool:
             connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=True), silent=connection)
 
     def open_apart(self, until: float) -> PooledConnection:
-        """A connection to listen on, without a slot, which is never returned; StoreConflict if not open by then."""
+        """A connection to listen on, without a slot, which is never returned; StoreUnreachable if not open by then."""
         listener = PooledConnection(loop=self.loop(), epoch=-1, purpose="listener", stage=OPENING)
         return self._open_in_time(listener, until)
 
@@ -266,7 +266,7 @@ class AutocommitPool:
     def _claim_in_turn(
         self, loop: object, slots: Slots, waiter: SlotWaiter, *, silent: PooledConnection | None = None
     ) -> PooledConnection:
-        """Wait for a connection with a slot; StoreConflict if there is none in time for a statement.
+        """Wait for a connection with a slot; LockStoreError if there is none in time for a statement.
 
         `silent`: a connection to be closed, whose caller is the next one.
         """
@@ -467,5 +467,5 @@ class AutocommitPool:
                 self.close(connection)
 
 
-def _not_opened() -> StoreConflict:
-    return StoreConflict("no connection could be opened in time").because_late()
+def _not_opened() -> StoreUnreachable:
+    return StoreUnreachable("no connection could be opened in time").because_late()

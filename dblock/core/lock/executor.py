@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.tracebacks import leave_out_driver
-from dblock.core.errors import LockError, LockStoreError, StoreConflict
+from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreUnreachable
 from dblock.core.lock import failures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
@@ -37,7 +37,7 @@ class ConnectionSource(Protocol):
     """The source of connections for statements."""
 
     def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
-        """A connection for a statement; StoreConflict if there is none until that local time."""
+        """A connection for a statement; PoolExhausted or StoreUnreachable if there is none until that local time."""
         ...
 
     def give(self, connection: PooledConnection) -> None:
@@ -129,7 +129,7 @@ class BaseStore:
         """A connection for a step, to the database that it is for."""
         try:
             connection = self._source.take(until, critical=step.statement.critical, priority=step.statement.priority)
-        except StoreConflict as error:
+        except (PoolExhausted, StoreUnreachable) as error:
             described = type(error)(f"{self._described}: {error}", key=failures.key_of(step))
             described.late = error.late
             raise described from None

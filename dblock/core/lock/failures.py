@@ -22,6 +22,7 @@ from dblock.core.errors import (
     StoreLocked,
     StoreReadOnly,
     StoreUnanswered,
+    StoreUnreachable,
     WrongKind,
 )
 from dblock.core.protocol import epoch, tenures
@@ -120,7 +121,7 @@ def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
     """The error for a statement that was not answered in time."""
     return StoreUnanswered(
         f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=key_of(step)
-    ).because_late()
+    ).because_late(seconds)
 
 
 def unstorable(*, database: str) -> LockStoreError:
@@ -142,7 +143,7 @@ def converted(value: object, step: Execute, *, database: str) -> LockStoreError:
 
 def unreachable(error: BaseException, step: Execute, *, database: str, mistake: bool) -> LockStoreError:
     """The error for a connection that could not be opened: nothing was sent. A mistake of the client is no outage."""
-    kind = LockStoreError if mistake else StoreConflict
+    kind = LockStoreError if mistake else StoreUnreachable
     text = f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}"
     return kind(text, key=key_of(step))
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
-from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.errors import PASSING, LockStoreError
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement
@@ -110,7 +110,7 @@ def open_listener(
             until = store.database.now() + store.database.timing.statement_timeout
             _ = store.execute(Execute(store, call, {"channel": channel}, until))
     except LockStoreError as error:
-        if isinstance(error, StoreConflict | StoreUnanswered):  # that may pass
+        if isinstance(error, PASSING):  # that may pass
             raise
         listener.close()
         return None

@@ -252,6 +252,10 @@ def leave(hold: Hold) -> Steps[bool]:
     """
     if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
         return False  # release_all() releases it
+    if hold.away is not None:
+        raise LockStoreError(
+            f"{hold.shown!r} is left to its lease, as its database is away", key=hold.key
+        ) from hold.away
     if hold.entries:
         return (yield from _set_count(hold))
     if not hold.min_hold:

@@ -1,6 +1,7 @@
 """Leaving several locks at once: those of `db_locks`, and the permits of a semaphore.
 
-Rule: each is left, whatever leaving another one raises, and also if an interrupt comes between two of them.
+Rule: each is left, whatever leaving another one raises, and also if an interrupt comes between two of them. A database
+that could not release one of them is asked for no other: the rest ends with its leases.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dblock.core.errors import LockError, LockNotHeld
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, StoreBusy
 from dblock.core.holding.flow import Block
 from dblock.core.lock.leaving import block_to_release, leave_block
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 
 Entered = list[tuple[Any, Block]]
 """Locks, and how each was entered, in the order in which they are left."""
@@ -45,14 +47,20 @@ def leave_each(entered: Callable[[], Entered], error: BaseException | None = Non
 
 
 def _leave(entered: Entered, error: BaseException | None) -> Steps[None]:
-    late = error
+    late, away = error, dict[Store, LockStoreError]()
     for lock, block in entered:
+        block.hold.away = away.get(block.hold.store)
         try:
             yield from leave_block(lock, block)
         except LockError as raised:
+            failed = raised.__cause__ if isinstance(raised, LockLost) else raised
+            if isinstance(failed, LockStoreError) and not isinstance(failed, StoreBusy):
+                _ = away.setdefault(block.hold.store, failed)
             if late is None:
                 late = raised
             else:
                 late.add_note(str(raised))
+        finally:
+            block.hold.away = None
     if late is not None and late is not error:
         raise late

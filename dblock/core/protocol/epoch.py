@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dblock.core.errors import StoreConflict, StoreUnanswered
+from dblock.core.errors import PASSING
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
 from dblock.core.values import MARGIN, QUARANTINE, LockInfo
@@ -41,7 +41,7 @@ def closed_for(database: Database, info: LockInfo | None, until: float, *, anew:
         epoch.asked = now()
         try:
             _ = yield from read(database, until)
-        except (StoreConflict, StoreUnanswered):  # the caller asks again
+        except PASSING:  # the caller asks again
             return 0.0
     opens = epoch.opens
     if info is not None and info.fence <= abs(epoch.floor):

@@ -21,6 +21,7 @@ from dblock.core.errors import (
     StoreLocked,
     StoreReadOnly,
     StoreUnanswered,
+    StoreUnreachable,
 )
 from dblock.core.latency import Latency
 from dblock.core.log import warn
@@ -75,6 +76,13 @@ class Database:
         """Whether it has answered a moment ago, so that a missing answer is probably late, not lost."""
         return self.now() - self.latency.answered < self.timing.single_try
 
+    def only_late(self, error: LockStoreError) -> bool:
+        """Whether an error says that the time was short, not that the database is away.
+
+        It has answered a moment ago, or its answer had less time than a statement that is resent gets.
+        """
+        return 0 < error.late < self.timing.min_retry_time or (error.late > 0 and self.answers())
+
     def away(self, error: LockError) -> None:
         """Log that it cannot be used: once for all flows, until a statement is answered."""
         now = self.now()
@@ -123,13 +131,13 @@ def send(
             if database.outage:
                 database.back()
             return sent, rows  # noqa: TRY300 - an `else` would not be nearer
-        except StoreConflict as conflict:
-            policy = _policy(statement, conflict)
+        except (StoreConflict, StoreUnreachable) as refused:  # nothing has happened
+            policy = _policy(statement, refused)
             if policy is WhenLocked.SKIP:
                 return sent, []
             if policy is WhenLocked.RAISE:
                 raise
-            latest: LockStoreError = conflict
+            latest: LockStoreError = refused
         except StoreUnanswered as unanswered:
             if not resend:
                 raise _explained(unanswered, told)  # noqa: B904 - it has its cause
@@ -166,12 +174,12 @@ def send_twice(
     return rows, False
 
 
-def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
-    if isinstance(conflict, PoolExhausted):  # it says nothing about the row
+def _policy(statement: Statement, refused: LockStoreError) -> WhenLocked:
+    if isinstance(refused, PoolExhausted):  # it says nothing about the row
         return WhenLocked.RETRY
-    if isinstance(conflict, StoreLocked):
+    if isinstance(refused, StoreLocked):
         return statement.database_locked
-    return statement.row_locked if isinstance(conflict, StoreBusy) else WhenLocked.RETRY
+    return statement.row_locked if isinstance(refused, StoreBusy) else WhenLocked.RETRY
 
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:
@@ -180,7 +188,7 @@ def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStor
         return failure
     explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
     explained.__cause__ = told.__cause__
-    explained.late = failure.late and not isinstance(told, StoreReadOnly)
+    explained.late = 0.0 if isinstance(told, StoreReadOnly | StoreUnreachable) else failure.late
     return explained
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreReadOnly, StoreUnanswered
+from dblock.core.errors import PASSING, LockError, LockTimeout, StoreBusy, StoreReadOnly
 from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
@@ -75,7 +75,7 @@ def _findings(check: Check, context: Context) -> Iterator[Finding]:
     except StoreBusy as error:
         hint = "Documentation: Databases, Changing the tables (the SQL that names the session, and ends it)."
         yield Finding(Level.ERROR, "locked", f"every statement of the lock may wait: {error}", hint)
-    except (StoreConflict, StoreUnanswered) as error:
+    except PASSING as error:
         yield Finding(Level.ERROR, "reachable", f"no lock can be taken or renewed: {error}", _OUTAGE)
     except LockError as error:
         if name in _FIRST:
