@@ -44,8 +44,16 @@ class _Given:
         return self._given.registry() if hasattr(self._given, "registry") else self._given
 
     def refuse_open(self) -> None:
-        """Raise InvalidRequestError for a session whose transaction is open already."""
-        if not self._makes and self._session().in_transaction():
+        """Raise InvalidRequestError for a session whose transaction is open already, or that of its Connection."""
+        session = None if self._makes else self._session()
+        bind = getattr(self._given, "kw", {}).get("bind") if session is None else session.bind
+        bind = getattr(bind, "sync_connection", bind)
+        if isinstance(bind, Connection) and bind.in_transaction():
+            raise InvalidRequestError(
+                "A transaction is already begun on the Connection of this Session, which joins it, and the block would "
+                "commit nothing: end the open one first, or bind the Session to the Engine"
+            )
+        if session is not None and session.in_transaction():
             raise InvalidRequestError(
                 "A transaction is already begun on this Session, and begin() of a lock begins one of its own after the "
                 "lock was taken: end the open one first (each statement begins one, a query too), or give begin() the "

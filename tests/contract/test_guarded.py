@@ -852,6 +852,22 @@ def test_what_is_refused_on_sqlalchemys_face(
     assert notes(database) == 0
 
 
+@pytest.mark.parametrize("kind", ["session", "sessionmaker", "async session", "async sessionmaker"])
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_a_session_of_a_connection(database: str, client: Callable[..., Client], kind: str) -> None:
+    """It would join the open transaction of that, and commit nothing; where none is open, the block begins one."""
+    holder = client(kind)
+    connection = holder.done(holder.engine.connect)
+    holder._given = GIVEN[kind](connection)
+    lock, outer = holder.lock(ttl=30), holder.done(connection.begin)
+    with pytest.raises(InvalidRequestError, match="the Connection of this Session"):
+        holder.block(lock, write)
+    holder.done(outer.rollback)
+    holder.block(lock, write)
+    assert notes(database) == 1
+    holder.done(connection.close)
+
+
 @pytest.mark.parametrize("kind", ["engine", "sessionmaker", "async engine"])
 @pytest.mark.parametrize("why", ["AUTOCOMMIT", "another database"])
 def test_a_transaction_that_guards_nothing(
@@ -942,6 +958,29 @@ def test_one_object_in_several_threads(database: str, client: Callable[..., Clie
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(4)))
+    assert sorted(run(database, "SELECT n FROM guarded")) == [(n,) for n in range(1, 21)]
+    assert block._withs == []
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_one_object_in_several_tasks(database: str, client: Callable[..., Client]) -> None:
+    """Each has its own block, and they take turns; a task that is cancelled in its body leaves the others theirs."""
+    holder = client("async sessionmaker")
+    block = holder.guarded(holder.lock(ttl=30, timeout=60))
+
+    async def enter(cancelled: bool) -> None:
+        for _ in range(5):
+            async with block as given:
+                [(last,)] = await given.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
+                await given.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
+                if cancelled:
+                    raise asyncio.CancelledError
+
+    async def main() -> None:
+        found = await asyncio.gather(*(enter(number == 2) for number in range(5)), return_exceptions=True)
+        assert [type(each) for each in found if each is not None] == [asyncio.CancelledError]
+
+    on_loop(main())
     assert sorted(run(database, "SELECT n FROM guarded")) == [(n,) for n in range(1, 21)]
     assert block._withs == []
 
