@@ -94,6 +94,34 @@ def test_round_trips_of_the_family(server: str, proxy: Proxy, what: str, most: i
     engine.dispose()
 
 
+@pytest.mark.parametrize("face", ["django", "sqlalchemy"])
+@pytest.mark.parametrize("server", ["postgresql", "mariadb"], indirect=True)
+def test_round_trips_of_a_guarded_block(server: str, proxy: Proxy, face: str) -> None:
+    """Two for the lock, two for guard(), and those of a transaction that sends nothing else."""
+    engine = create_engine(url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port)))
+    alias, lock = f"{server}_wire", sqlalchemy_dblock.db_lock(engine, "k")
+    block = dblock.db_lock("k", using=alias).atomic() if face == "django" else lock.begin(engine)
+
+    def blocks() -> None:
+        for _ in range(10):
+            with block:
+                pass
+
+    def transactions() -> None:
+        for _ in range(10):
+            if face == "django":
+                with transaction.atomic(alias), connections[alias].cursor() as cursor:
+                    cursor.execute("SELECT 1")
+            else:
+                with engine.begin() as connection:
+                    connection.exec_driver_sql("SELECT 1")
+
+    blocks()  # each statement is prepared
+    transactions()
+    assert proxy.counted(blocks) == proxy.counted(transactions) + 10 * (2 + 2 - 1), proxy.heard
+    engine.dispose()
+
+
 def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, lock: Any) -> None:
     """A conditional UPDATE that matches nothing, and a look at the holder."""
     run(server, _STRANGER[server])
