@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dblock.core.errors import PASSING, LockStoreError
-from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Parameters, Rows, Steps
+from dblock.core.protocol.sending import Database, ask
+from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.statements import mysql, postgresql, sqlite
 from dblock.core.statements.base import EXACT, Reply, Statement
 from dblock.core.statements.vocabulary import Vocabulary
@@ -72,13 +72,6 @@ STATES: Final = {
 """By the dialect's name."""
 
 
-def _send(database: Database, statement: Statement, parameters: Parameters) -> Steps[Rows]:
-    over = statement.over(database.dialect.tables, database.dialect.quote)
-    until = database.now() + database.timing.retry_budget
-    _, rows = yield from send(database, over, parameters, until, resend=True)
-    return rows
-
-
 class Entered(NamedTuple):
     """A state as earlier tenures have left it."""
 
@@ -93,13 +86,13 @@ def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence}
     try:
-        _ = yield from _send(database, states.enter, parameters)
+        _ = yield from ask(database, states.enter, parameters)
     except PASSING:
         raise
     except LockStoreError:  # probably no table; if not, the next one fails too
-        _ = yield from _send(database, states.make, {})
-        _ = yield from _send(database, states.enter, parameters)
-    rows = yield from _send(database, states.read, parameters)
+        _ = yield from ask(database, states.make, {})
+        _ = yield from ask(database, states.enter, parameters)
+    rows = yield from ask(database, states.read, parameters)
     return Entered(str(rows[0][0]), int(rows[0][1])) if rows else None
 
 
@@ -111,7 +104,7 @@ def write(database: Database, key: str, fence: int, number: int, state: str) -> 
     """
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence, "number": number, "state": state}
-    if (yield from _send(database, states.write, parameters)):
+    if (yield from ask(database, states.write, parameters)):
         return True
-    rows = yield from _send(database, states.read, {"key": key, "fence": fence})  # its first sending was not answered
+    rows = yield from ask(database, states.read, {"key": key, "fence": fence})  # its first sending was not answered
     return bool(rows) and int(rows[0][1]) == number

@@ -19,9 +19,8 @@ from typing import Any, Final
 from dblock.core.errors import PASSING, LockStoreError
 from dblock.core.pinned import Pin, Pinned
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Rows, Steps, sleep
-from dblock.core.statements.base import Statement
+from dblock.core.protocol.sending import Database, ask
+from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.operating.statements import pins as statements
 
 AGES: Final = "members of pg_monitor are shown since when, and what it does"
@@ -53,16 +52,9 @@ def pinned(
     return (yield from find(database, sorted(keys), until, settle))
 
 
-def _ask(database: Database, statement: Statement, until: float, **parameters: str) -> Steps[Rows]:
-    dialect, known = database.dialect, dict[str, str | int | float](parameters)
-    over = statement.over(dialect.tables, dialect.quote)
-    _, rows = yield from send(database, over, known, until, resend=True)
-    return rows
-
-
 def _on_postgresql(database: Database, keys: list[str], until: float, _: float) -> Steps[dict[str, Pinned]]:
     found: dict[str, Pinned] = {}
-    rows = yield from _ask(database, statements.postgresql_pinning(), until, keys=json.dumps(keys))
+    rows = yield from ask(database, statements.postgresql_pinning(), {"keys": json.dumps(keys)}, until)
     for key, process, prepared, *facts in rows:
         end = f"SELECT pg_terminate_backend({process})"
         if prepared:
@@ -89,7 +81,7 @@ def _on_mysql(database: Database, keys: list[str], until: float, settle: float) 
     except LockStoreError:
         hidden = DATA_LOCKS
     try:
-        rows = yield from _ask(database, statements.SUSPECTS, until)
+        rows = yield from ask(database, statements.SUSPECTS, {}, until)
     except PASSING:
         raise
     except LockStoreError:
@@ -100,20 +92,15 @@ def _on_mysql(database: Database, keys: list[str], until: float, settle: float) 
 
 def _locked(database: Database, keys: list[str], until: float) -> Steps[tuple[list[str], bool]]:
     """The keys whose row or index entry is locked; and whether this is MariaDB."""
-    rows = yield from _ask(database, statements.LOCKED, until, keys=json.dumps(keys))
+    rows = yield from ask(database, statements.LOCKED, {"keys": json.dumps(keys)}, until)
     return [key for key, _ in rows], any(mariadb for _, mariadb in rows)
 
 
 def _holding(database: Database, keys: list[str], until: float) -> Steps[dict[str, Pinned]]:
     tables = database.dialect.tables
-    rows = yield from _ask(
-        database,
-        statements.HOLDING,
-        until,
-        shown=json.dumps([(key, _as_lock_data(key)) for key in keys]),
-        schema=tables.schema,
-        table_name=f"{tables.prefix}locks",
-    )
+    shown = json.dumps([(key, _as_lock_data(key)) for key in keys])
+    parameters: Parameters = {"shown": shown, "schema": tables.schema, "table_name": f"{tables.prefix}locks"}
+    rows = yield from ask(database, statements.HOLDING, parameters, until)
     found: dict[str, Pinned] = {}
     for key, *session in rows:
         # MySQL shows characters beyond the Basic Multilingual Plane as question marks: another key may look the same.

@@ -174,6 +174,25 @@ def send_twice(
     return rows, False
 
 
+def ask(
+    database: Database,
+    statement: Statement,
+    parameters: Parameters,
+    until: float | None = None,
+    *,
+    resend: bool = True,
+    location: object = None,
+) -> Steps[Rows]:
+    """The rows of a statement that no lock sends, over the names of this database's tables; see `send`.
+
+    By default it is sent until the local time at which the retry budget is used up.
+    """
+    statement = statement.over(database.dialect.tables, database.dialect.quote)
+    until = database.now() + database.timing.retry_budget if until is None else until
+    _, rows = yield from send(database, statement, parameters, until, resend=resend, location=location)
+    return rows
+
+
 def _policy(statement: Statement, refused: LockStoreError) -> WhenLocked:
     if isinstance(refused, PoolExhausted):  # it says nothing about the row
         return WhenLocked.RETRY

@@ -16,7 +16,7 @@ from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
-from dblock.core.protocol.sending import send
+from dblock.core.protocol.sending import ask
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.share_keys import row_key, valid_row_key
@@ -94,17 +94,12 @@ class Context:
 
     def query(self, sql: str) -> Rows:
         """The rows of a statement of our own, without parameters, over these tables."""
-        return self._send(Statement("query", sql, Reply.ROWS))
+        return drive(ask(self.store.database, Statement("query", sql, Reply.ROWS), {}))
 
-    def run(self, sql: str, within: float | None = None) -> None:
+    def run(self, sql: str, within: float) -> None:
         """Run a statement that has no rows; it may be run twice. `within`: for how many seconds it is tried."""
-        self._send(Statement("run", sql, Reply.COUNT), within)
-
-    def _send(self, statement: Statement, within: float | None = None) -> Rows:
         database = self.store.database
-        statement = statement.over(database.dialect.tables, database.dialect.quote)
-        until = database.now() + (within or database.timing.retry_budget)
-        return self.do(send(database, statement, {}, until, resend=True))[1]
+        _ = drive(ask(database, Statement("run", sql, Reply.COUNT), {}, database.now() + within))
 
     def inspect(self, key: str) -> LockInfo | None:
         """A key's row, without the owner's token."""
