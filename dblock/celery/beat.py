@@ -23,7 +23,6 @@ import contextlib
 import heapq
 import json
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
 PAUSE: Final = 2.0
 """Seconds after which a database or broker that was away is tried again."""
-PATIENCE: Final = 3.0
+PATIENCE: Final = 3
 """Seconds for which a signal that ends the beat waits at most until what was claimed has been sent."""
 
 _log = get_logger("celery.beat")
@@ -187,6 +186,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     # -- helpers
 
+    def _read_schedule(self) -> None:
+        super().setup_schedule()
+
     def _new_leader(self) -> SyncLeader:
         options = {} if self.using is None else {"using": self.using}
         return leader_of(valid_engine(type(self).engine), self._key, ttl=self.lock_ttl, **options)
@@ -223,7 +225,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._runs, self._heap = runs, None
         anew = self._read is not leader
         if anew:
-            super().setup_schedule()
+            self._read_schedule()
             self._read = leader
         schedule = self.schedule
         for entry in schedule.values():
@@ -281,29 +283,12 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             _log.log(level, *one_line(message, *arguments))
 
 
-class _Memory(dict[str, Any]):
-    """A shelf that is not kept."""
+class PersistentScheduler(SingleBeat, beat.Scheduler):  # type: ignore[misc]
+    """Celery's own schedule, by any number of beats; what was sent last is in the database, and there is no file."""
 
-    def sync(self) -> None:
-        """There is nothing to save it to."""
-
-    close = sync
-
-
-class PersistentScheduler(SingleBeat, beat.PersistentScheduler):  # type: ignore[misc]
-    """Celery's default scheduler, of which any number may run; it remembers in the database, and makes no file."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._store = _Memory(entries={})
-        super().__init__(*args, **kwargs)
-
-    class persistence:  # noqa: N801 - Celery's name for the module `shelve`
-        """Stands for `shelve`, so that there is no file."""
-
-        @staticmethod
-        def open(_name: str, **_: Any) -> Any:
-            """An empty shelf: what the file would contain is in the database."""
-            return _Memory()
+    def _read_schedule(self) -> None:
+        self.merge_inplace(self.app.conf.beat_schedule)  # Celery's method drops its own entries again
+        self.install_default_entries(self.schedule)
 
 
 def _sent(entry: Any) -> Sent:
@@ -314,36 +299,33 @@ def _sent(entry: Any) -> Sent:
 def _undisturbed() -> Iterator[None]:
     """Delay a signal that would end this beat until a claimed message has been sent.
 
-    A second signal ends it at once.
+    A second signal ends it at once, and so does the alarm that the first one sets.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came, timers = list[int](), list[threading.Timer]()
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            _ = signal.signal(number, handler)
+    came = list[int]()
 
     def wait(number: int, _: FrameType | None) -> None:
-        if came:
-            came.clear()
-            restore()
-            signal.raise_signal(number)
-            return
         came.append(number)
-        timers.append(threading.Timer(PATIENCE, os.kill, (os.getpid(), number)))
-        timers[0].daemon = True
-        timers[0].start()
+        if len(came) == 1:
+            _alarm = signal.alarm(PATIENCE)
+        else:
+            end()
 
-    for each in before:
+    def end() -> None:
+        for each, handler in before.items():
+            _ = signal.signal(each, handler)
+        if came:
+            _ = signal.alarm(0)
+            number, came[:] = came[0], []
+            signal.raise_signal(number)
+
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = {each: signal.getsignal(each) or signal.SIG_DFL for each in handled}
+    for each in handled:
         _ = signal.signal(each, wait)
     try:
         yield
     finally:
-        restore()
-        for timer in timers:
-            timer.cancel()
-        for number in came:
-            signal.raise_signal(number)
+        end()

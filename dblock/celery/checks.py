@@ -5,6 +5,7 @@ Rule: it only warns: the operator knows which of these problems matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from celery import current_app, signals
@@ -36,41 +37,38 @@ def problems(app: Any) -> list[Problem]:
     tasks = [task for task in app.tasks.values() if isinstance(task, LockTask)]
     found = [problem for task in tasks for problem in _of_task(app, task, task.spec)]
     visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
-    limits = [limit for task in tasks if (limit := _limit(app, task)) is not None]
-    if visible is not None and limits and visible < max(limits):
+    longest = max((_limit(app, task) or 0.0 for task in tasks), default=0.0)
+    if visible is not None and visible < longest:
         text = (
             f"the broker delivers a message again after {visible:g} s (visibility_timeout), and tasks may run for "
-            f"{max(limits):g} s (time_limit): such a task is run again, once its first run has ended"
+            f"{longest:g} s (time_limit): such a task is run again, once its first run has ended"
         )
-        found.append(Problem(text, f"broker_transport_options = {{'visibility_timeout': {2 * max(limits):g}}}"))
+        found.append(Problem(text, f"broker_transport_options = {{'visibility_timeout': {2 * longest:g}}}"))
     return found
 
 
-def _of_task(app: Any, task: Any, spec: Spec) -> list[Problem]:
-    found = []
-    limit, renew = _limit(app, task), spec.options.get("renew", True)
+def _of_task(app: Any, task: Any, spec: Spec) -> Iterator[Problem]:
+    limit, renew, queued = _limit(app, task), spec.options.get("renew", True), spec.scope != "run"
     life = spec.options.get("max_hold") if renew else spec.options.get("ttl") or spec.lock(task, "any").ttl
     if life is not None and limit is not None and valid_ttl(life) < limit:
         name = "max_hold" if renew else "ttl, which nobody renews (renew=False)"
-        text = (
+        yield Problem(
             f"task {task.name} may run for {limit:g} s (time_limit), and loses its lock after {valid_ttl(life):g} s: "
-            f"its {name} is less"
+            f"its {name} is less",
+            f"Lower its time_limit, or raise its {name.partition(',')[0]} above that.",
         )
-        found.append(Problem(text, f"Lower its time_limit, or raise its {name.partition(',')[0]} above that."))
-    if spec.scope != "run" and limit is not None and spec.queue_ttl < limit:
-        text = (
+    if queued and limit is not None and spec.queue_ttl < limit:
+        yield Problem(
             f"a message of task {task.name} may have to wait for a run of {limit:g} s (time_limit), and loses its "
-            f"place after {spec.queue_ttl:g} s (queue_ttl)"
+            f"place after {spec.queue_ttl:g} s (queue_ttl)",
+            "Let queue_ttl be longer than messages ever wait.",
         )
-        found.append(Problem(text, "Let queue_ttl be longer than messages ever wait."))
-    joins = spec.scope != "run" and spec.on_busy not in {"raise", "wait"}
-    if joins and isinstance(app.backend, DisabledBackend):
-        text = (
+    if queued and spec.on_busy not in {"raise", "wait"} and isinstance(app.backend, DisabledBackend):
+        yield Problem(
             f"a second call of task {task.name} returns the result of the first one, which nobody can get without a "
-            "result backend"
+            "result backend",
+            "Set result_backend, or on_busy='raise' or 'wait'.",
         )
-        found.append(Problem(text, "Set result_backend, or on_busy='raise' or 'wait'."))
-    return found
 
 
 def _limit(app: Any, task: Any) -> float | None:

@@ -16,28 +16,27 @@ _NO_ASYNC: Final = "a task runs in a thread: engine= takes an Engine, not an Asy
 
 def lock_of(engine: Any, key: str, permits: int | None, **options: Any) -> SyncLock:
     """A lock that is not taken yet, or one of so many permits; `options` are those of `db_lock`."""
-    if permits is None:
-        made = _make("db_lock", engine, key, **options)
-    else:
-        made = _make("db_semaphore", engine, key, permits, **options).permit()
-    if not isinstance(made, SyncLock):
-        raise TypeError(_NO_ASYNC)
-    return made
+    if permits is not None:
+        options["permits"] = permits
+    made = _make("db_lock" if permits is None else "db_semaphore", engine, key, **options)
+    lock: SyncLock = made if permits is None else made.permit()
+    return lock
 
 
 def leader_of(engine: Any, name: str, **options: Any) -> SyncLeader:
     """A candidate; `options` are those of `db_leader`."""
-    made = _make("db_leader", engine, name, **options)
-    if not isinstance(made, SyncLeader):
-        raise TypeError(_NO_ASYNC)
-    return made
+    leader: SyncLeader = _make("db_leader", engine, name, **options)
+    return leader
 
 
 def _make(kind: Literal["db_lock", "db_semaphore", "db_leader"], engine: Any, *arguments: Any, **options: Any) -> Any:
     if engine is not None:
         import sqlalchemy_dblock  # noqa: PLC0415 - needs SQLAlchemy
 
-        return getattr(sqlalchemy_dblock, kind)(engine() if callable(engine) else engine, *arguments, **options)
+        engine = engine() if callable(engine) else engine
+        if hasattr(engine, "sync_engine"):
+            raise TypeError(_NO_ASYNC)
+        return getattr(sqlalchemy_dblock, kind)(engine, *arguments, **options)
     from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
 
     import dblock  # noqa: PLC0415 - a package imports none above it

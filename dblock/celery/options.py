@@ -19,8 +19,7 @@ from kombu.utils.json import dumps
 from dblock.celery.faces import lock_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
-from dblock.core.options import Callback, unknown_options, valid_options
-from dblock.core.options import Options as CoreOptions
+from dblock.core.options import OfLease, unknown_options, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
@@ -37,7 +36,7 @@ MakeKey = Callable[..., str]
 """`(task, *args, **kwargs)`, the arguments of the call."""
 
 
-class LockOptions(TypedDict, total=False):
+class LockOptions(OfLease, total=False):
     """What `locked_task` is told of the lock.
 
     key: a function `(task, *args, **kwargs) -> str`, in place of a format string.
@@ -78,19 +77,6 @@ class LockOptions(TypedDict, total=False):
     on_retry: OnRetry
     interrupt: bool
     permits: int | None
-    ttl: Seconds | None
-    renew: bool
-    label: str
-    on_lost: Callback | None
-    on_at_risk: Callable[[Any], object] | None
-    on_revoke: Callable[[Any, str], object] | None
-    release: Literal["auto", "now"]
-    grace: Seconds
-    min_hold: Seconds
-    max_hold: Seconds | None
-    fair: bool
-    reentrant: bool
-    slow_wait: Seconds | None
     using: str | None
 
 
@@ -146,40 +132,29 @@ class TaskOptions(LockOptions, CeleryOptions, total=False):
     """The keyword options of `locked_task`."""
 
 
-_LOCKS: Final = {"ttl", "using", *CoreOptions._fields} - {"on_busy", "otherwise", "interrupt", "label"}
-_NEEDS: Final = {
-    "busy_timeout": ("on_busy", ("retry", "join")),
-    "busy_retries": ("on_busy", ("retry", "join")),
-    "queue_ttl": ("scope", ("queue", "both")),
-    "on_retry": ("scope", ("queue", "both")),
-    "permits": ("scope", ("run",)),
-}
-"""Options that do nothing unless another one has one of these values."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What one locked task was told."""
 
     function: Callable[..., Any]
-    key_of: str | MakeKey | None
     bind: bool
     """Whether the function takes the task as the first argument."""
-    engine: Any
     options: dict[str, Any]
     """Those of `db_lock`, but `timeout` and `label`."""
-    timeout: float | EllipsisType | None
-    """That of `db_lock`; `...` if none was given."""
-    permits: int | None
-    """How many runs may hold the key at a time; None for a plain lock."""
     label: str
-    on_busy: OnBusy
-    scope: Scope
-    on_retry: OnRetry
-    busy_timeout: float | None
-    busy_retries: int | None
-    queue_ttl: float
     interrupt: bool
+    key_of: str | MakeKey | None = None
+    engine: Any = None
+    scope: Scope = "run"
+    on_busy: OnBusy
+    on_retry: OnRetry = "keep"
+    timeout: float | EllipsisType | None = ...
+    """That of `db_lock`; `...` if none was given."""
+    busy_timeout: float | None = None
+    busy_retries: int | None = None
+    queue_ttl: float = 3600.0
+    permits: int | None = None
+    """How many runs may hold the key at a time; None for a plain lock."""
 
     def key(self, task: Any, args: Any, kwargs: Any) -> str:
         """The key of a call of that task with these arguments, `self` excepted; InvalidKey, TypeError if it has none.
@@ -229,53 +204,78 @@ class Spec:
         return valid_key(f"{key} (queued)") if self.scope == "both" else key
 
 
-def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any]) -> Spec:
-    """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
-    scope = _one_of(Scope, given.get("scope", "run"), "scope")
-    on_busy = _one_of(OnBusy, given.get("on_busy") or ("retry" if scope == "run" else "join"), "on_busy")
-    for name, (other, values) in _NEEDS.items():
-        if given.get(name) is not None and {"scope": scope, "on_busy": on_busy}[other] not in values:
-            raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
-    if on_busy == "join" and scope == "run":
-        raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
-    permits, retries, engine = given.get("permits"), given.get("busy_retries"), valid_engine(given.get("engine"))
-    if permits is not None and "reentrant" in given:
-        raise ValueError("reentrant is not for permits: each run has one of its own")
+def _one_of(values: Any, name: str) -> Callable[[Any], Any]:
+    def valid(value: Any) -> Any:
+        if value not in get_args(values):
+            raise ValueError(f"{name} is one of {', '.join(map(repr, get_args(values)))}, not {value!r}")
+        return value
+
+    return valid
+
+
+def _valid_retries(retries: Any) -> int | None:
     if retries is not None and (type(retries) is not int or retries < 0):
         raise ValueError(f"busy_retries is a number of times or None, not {retries!r}")
-    options = {name: given[name] for name in _LOCKS & given.keys()}
-    if options.get("using") is not None:
-        if engine is not None:
+    return retries
+
+
+_CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
+    "engine": valid_engine,
+    "scope": _one_of(Scope, "scope"),
+    "on_busy": _one_of(OnBusy, "on_busy"),
+    "on_retry": _one_of(OnRetry, "on_retry"),
+    "timeout": valid_timeout,
+    "busy_timeout": lambda given: valid_timeout(given, "busy_timeout"),
+    "busy_retries": _valid_retries,
+    "queue_ttl": lambda given: valid_ttl(given, "queue_ttl", "how long the lock of a message lasts,"),
+    "permits": lambda given: None if given is None else valid_permits(given),
+}
+"""What is made of an option that db_lock does not have."""
+_LOCKS: Final = {"using", *OfLease.__annotations__} - {"label", "interrupt"}
+_NEEDS: Final = {
+    "busy_timeout": ("on_busy", ("retry", "join")),
+    "busy_retries": ("on_busy", ("retry", "join")),
+    "queue_ttl": ("scope", ("queue", "both")),
+    "on_retry": ("scope", ("queue", "both")),
+    "permits": ("scope", ("run",)),
+}
+"""Options that do nothing unless another one has one of these values."""
+
+
+def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any]) -> Spec:
+    """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
+    core = valid_options(**{name: given[name] for name in OfLease.__annotations__.keys() & given.keys() - {"ttl"}})
+    own = {name: check(given[name]) for name, check in _CHECKS.items() if name in given}
+    _ = own.setdefault("on_busy", "retry" if own.get("scope", "run") == "run" else "join")
+    spec = Spec(
+        function=function,
+        bind=bind,
+        options={name: given[name] for name in _LOCKS & given.keys()},
+        label=core.label,
+        interrupt=core.interrupt,
+        key_of=given.get("key"),
+        **own,
+    )
+    for name, (other, values) in _NEEDS.items():
+        if given.get(name) is not None and getattr(spec, other) not in values:
+            raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
+    if spec.on_busy == "join" and spec.scope == "run":
+        raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
+    if spec.permits is not None and "reentrant" in given:
+        raise ValueError("reentrant is not for permits: each run has one of its own")
+    if (using := given.get("using")) is not None:
+        if spec.engine is not None:
             raise ValueError("using is an alias of Django's, and does nothing with engine=")
         from dblock.connections import valid_alias  # noqa: PLC0415 - needs Django
 
-        _ = valid_alias(options["using"])
-    told = {name: given[name] for name in CoreOptions._fields if name in options}
-    core = valid_options(label=given.get("label", ""), interrupt=given.get("interrupt", False), **told)
-    if options.get("ttl") is not None:
-        _ = valid_ttl(options["ttl"])
-    key, timeout, patience = given.get("key"), given.get("timeout", ...), given.get("busy_timeout")
-    if isinstance(key, str):
-        _ = Template(key, function, bound=bind)
-    elif not (key is None or callable(key)):
-        raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {key!r}")
-    return Spec(
-        function=function,
-        key_of=key,
-        bind=bind,
-        engine=engine,
-        options=options,
-        timeout=timeout if timeout is ... else valid_timeout(timeout),
-        permits=None if permits is None else valid_permits(permits),
-        label=core.label,
-        on_busy=on_busy,
-        scope=scope,
-        on_retry=_one_of(OnRetry, given.get("on_retry", "keep"), "on_retry"),
-        busy_timeout=None if patience is None else valid_timeout(patience, "busy_timeout"),
-        busy_retries=retries,
-        queue_ttl=valid_ttl(given.get("queue_ttl", 3600.0), "queue_ttl", "how long the lock of a message lasts,"),
-        interrupt=core.interrupt,
-    )
+        _ = valid_alias(using)
+    if given.get("ttl") is not None:
+        _ = valid_ttl(given["ttl"])
+    if isinstance(spec.key_of, str):
+        _ = Template(spec.key_of, function, bound=bind)
+    elif not (spec.key_of is None or callable(spec.key_of)):
+        raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {spec.key_of!r}")
+    return spec
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
@@ -283,9 +283,3 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     known = [*TaskOptions.__annotations__, "bind", "app"]
     if unknown := given.keys() - set(known):
         raise unknown_options(sorted(unknown), known, "locked_task")
-
-
-def _one_of(values: Any, value: Any, name: str) -> Any:
-    if value not in get_args(values):
-        raise ValueError(f"{name} is one of {', '.join(map(repr, get_args(values)))}, not {value!r}")
-    return value

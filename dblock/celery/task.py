@@ -25,8 +25,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Protocol, TypeVar
@@ -240,7 +240,7 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
 
     A run that ends by Retry or Reject does so whatever has become of its lock: a message has been sent or comes again.
     """
-    entered, interrupt, before, ended = False, Interrupt(), _current.get(), None
+    entered, before, ended = False, _current.get(), None
     try:
         with lock:
             entered = True
@@ -250,16 +250,13 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
             try:
                 _ = _current.set(run)
                 run.lock = lock
-                if run.task.spec.interrupt and interrupt.possible():
-                    told: Any = lock
-                    told._interrupt_body = interrupt
-                return None, body()
+                with _interrupting(lock, run.task.spec.interrupt):
+                    return None, body()
             except (Retry, Reject) as error:
                 ended = error
                 raise
             finally:
                 _ = _current.set(before)
-                interrupt.end()
                 run.pass_on()
     except (LockTimeout, LockStoreError) as busy:
         if entered:
@@ -344,33 +341,30 @@ def _send_back(run: Run, busy: Busy) -> float:
     raise Retry(exc=busy, when=seconds, is_eager=False, sig=message)
 
 
-class Interrupt:
-    """Ends the body of a task whose lock is lost in the way of Celery's soft time limits, where the pool has that."""
+@contextmanager
+def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
+    """End the body when its lock is lost, in the way of a soft time limit: in the main thread of a prefork child.
 
-    def __init__(self) -> None:
-        self._mutex = threading.RLock()  # a signal handler may find the lock lost
-        self._over = False
+    What the body raises then becomes LockLost where it leaves the lock.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if not (wanted and here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler):
+        yield
+        return
+    mutex, wanting = threading.RLock(), [True]  # a signal handler may find the lock lost
 
-    @staticmethod
-    def possible() -> bool:
-        """Whether this is the main thread of a prefork child, which turns that signal into an exception."""
-        here = threading.current_thread() is threading.main_thread()
-        return here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler
-
-    def __call__(self, _: object) -> None:
-        """The lock is lost; what the body raises then becomes LockLost where it leaves the lock.
-
-        The watching thread calls this, which waits for nothing.
-        """
-        with self._mutex:
-            if not self._over:
-                self._over = True
+    def interrupt(_: object) -> None:  # called by the watching thread: it waits for nothing
+        with mutex:
+            if wanting:
+                wanting.clear()
                 os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
 
-    def end(self) -> None:
-        """The body is over. A signal that was sent before is delivered before this returns."""
-        with self._mutex:
-            self._over = True
+    lock._interrupt_body = interrupt
+    try:
+        yield
+    finally:
+        with mutex:  # a signal that was sent before is delivered before this ends
+            wanting.clear()
 
 
 def _run_of(request: Any) -> Run | None:

@@ -21,7 +21,26 @@ Callback = Callable[[Any, Reason], object]
 """`on_lost(lock, reason)`; its result is ignored, and an exception is logged."""
 
 
-class Given(TypedDict, total=False):
+class OfLease(TypedDict, total=False):
+    """The options of a lease, however its key is waited for; `Given` explains them."""
+
+    ttl: Seconds | None
+    renew: bool
+    label: str
+    on_lost: Callback | None
+    on_at_risk: Callable[[Any], object] | None
+    on_revoke: Callable[[Any, str], object] | None
+    release: Literal["auto", "now"]
+    grace: Seconds
+    min_hold: Seconds
+    max_hold: Seconds | None
+    interrupt: bool
+    fair: bool
+    reentrant: bool
+    slow_wait: Seconds | None
+
+
+class Given(OfLease, total=False):
     """The options of all faces, as given to `db_lock`.
 
     ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
@@ -46,21 +65,7 @@ class Given(TypedDict, total=False):
         `otherwise` (None by default). "raise": LockTimeout, the default.
     """
 
-    ttl: Seconds | None
     timeout: Seconds | EllipsisType | None
-    renew: bool
-    label: str
-    on_lost: Callback | None
-    on_at_risk: Callable[[Any], object] | None
-    on_revoke: Callable[[Any, str], object] | None
-    release: Literal["auto", "now"]
-    grace: Seconds
-    min_hold: Seconds
-    max_hold: Seconds | None
-    interrupt: bool
-    fair: bool
-    reentrant: bool
-    slow_wait: Seconds | None
     on_busy: Literal["raise", "skip"]
     otherwise: Any
 

@@ -752,6 +752,25 @@ def test_a_lock_that_was_taken_by_the_run_goes_along_too(site: Site) -> None:
     assert not site.held()
 
 
+@pytest.mark.parametrize("scope", ["run", "queue"])
+def test_a_run_that_has_sent_its_retry_ends_as_one(site: Site, scope: str) -> None:
+    """Though its lock is lost meanwhile: its message is on its way, and the next run takes the key anew."""
+
+    @site.task("k", scope=scope, max_retries=5)
+    def work(self: Any) -> Any:
+        if not self.request.retries:
+            with site.engine.begin() as connection:
+                connection.exec_driver_sql("DELETE FROM locks")
+            raise self.retry(countdown=0)
+        return "done"
+
+    result = work.delay()
+    site.run()
+    assert result.state == "RETRY"
+    site.run()
+    assert result.get() == "done"
+
+
 def test_its_own_retry_may_give_the_lock_up(site: Site) -> None:
     """Then the next run takes it anew."""
 
