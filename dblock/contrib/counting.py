@@ -1,4 +1,4 @@
-"""What metrics of every kind need: keys put into few groups, and the tenures that were counted.
+"""What metrics of every kind need: keys put into few groups, and what an event adds to which metric.
 
 Rule: memory is bounded by the number of groups and of locks that are held, never by that of keys.
 """
@@ -6,9 +6,9 @@ Rule: memory is bounded by the number of groups and of locks that are held, neve
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from dblock.core.observing.events import Event
+from dblock.core.observing.events import Event, Kind
 
 OTHER = "other"
 """The group of keys that have none, or come when there are as many groups as may be."""
@@ -68,3 +68,37 @@ class Tenures:
             if count > 1:
                 self._open[tenure] = count - 1
         return count > 0
+
+
+def counted(event: Event, tenures: Tenures) -> Iterator[tuple[str, float, str | None]]:
+    """The metrics that an event concerns: name, what is added or observed, and the outcome, reason or table, if any."""
+    if event.contended:
+        yield "waiting", -1, None
+    match event.kind:
+        case Kind.ACQUIRED if event.how != "reentered":
+            tenures.begun(event)
+            yield "held", 1, None
+            if event.how != "attached":
+                yield "wait", event.wait, event.how
+        case Kind.CONTENDED:
+            yield "contended", 1, None
+            yield "waiting", 1, None
+        case Kind.GAVE_UP:
+            yield "wait", event.wait, "gave_up"
+            yield "gave_up", 1, event.reason
+        case Kind.RELEASED | Kind.LOST if event.kind is Kind.LOST or not event.depth:
+            if event.kind is Kind.LOST and not event.majority:  # else its majority lock may go on
+                yield "lost", 1, event.reason
+            yield "hold", event.held, None
+            if tenures.ended(event):
+                yield "held", -1, None
+        case Kind.AT_RISK | Kind.FORCED:
+            yield event.kind.value, 1, None
+        case Kind.RENEWED:
+            yield "renewed", event.amount, None
+            yield "lateness", event.lateness, None
+        case Kind.REAPED:
+            yield "reaped", event.amount, "locks"
+            yield "reaped", event.places, "lock_waiters"
+        case _:
+            pass

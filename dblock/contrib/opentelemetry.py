@@ -15,7 +15,7 @@ from opentelemetry.metrics import MeterProvider, Observation, get_meter
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_tracer
 
 from dblock import __version__
-from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.contrib.counting import Groups, Tenures, counted, prefix
 from dblock.core import runtime
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
@@ -23,6 +23,9 @@ from dblock.majority import asking
 
 NAME = "dblock"
 TIMEOUT = "timeout"
+GAVE_UP = "gave_up"
+_WORDS = {"wait": "dblock.outcome", "lost": "error.type", "reaped": "dblock.table"}
+"""The attribute that has the word of a metric."""
 
 
 def instrument(
@@ -70,7 +73,7 @@ class Spans:
             "dblock.database": event.database,
             "dblock.key": event.key,
             "dblock.group": group,
-            "dblock.outcome": event.how or "gave_up",
+            "dblock.outcome": event.how or GAVE_UP,
             "dblock.contended": event.contended,
         }
         if event.label:
@@ -95,19 +98,20 @@ class Metrics:
 
     def __init__(self, groups: Groups, meter: Any) -> None:
         self._groups, self._tenures = groups, Tenures()
-        self.wait = meter.create_histogram("dblock.wait.duration", "s", "How long attempts to get a key took.")
-        self.hold = meter.create_histogram("dblock.hold.duration", "s", "How long locks were held.")
-        self.held = meter.create_up_down_counter("dblock.locks.held", "{lock}", "Locks that are held.")
-        self.waiting = meter.create_up_down_counter("dblock.attempts.waiting", "{attempt}", "Attempts that wait.")
-        self.contended = meter.create_counter("dblock.attempts.contended", "{attempt}", "That met another holder.")
-        self.at_risk = meter.create_counter("dblock.leases.at_risk", "{lease}", "Leases whose renewal was late.")
-        self.lost = meter.create_counter("dblock.leases.lost", "{lease}", "Leases that ended before the work.")
-        self.renewed = meter.create_counter("dblock.leases.renewed", "{lease}", "Leases that were renewed.")
-        self.forced = meter.create_counter("dblock.locks.forced", "{lock}", "Keys that were freed by hand.")
-        self.lateness = meter.create_histogram(
-            "dblock.renewal.lateness", "s", "By how much renewals came later than a third of the ttl."
-        )
-        self.reaped = meter.create_counter("dblock.rows.reaped", "{row}", "Rows that were tidied up.")
+        late = "By how much renewals came later than a third of the ttl."
+        self._metrics: dict[str, Callable[..., None]] = {
+            "wait": meter.create_histogram("dblock.wait.duration", "s", "How long attempts to get a key took.").record,
+            "hold": meter.create_histogram("dblock.hold.duration", "s", "How long locks were held.").record,
+            "held": meter.create_up_down_counter("dblock.locks.held", "{lock}", "Locks that are held.").add,
+            "waiting": meter.create_up_down_counter("dblock.attempts.waiting", "{attempt}", "Attempts that wait.").add,
+            "contended": meter.create_counter("dblock.attempts.contended", "{attempt}", "That met another holder.").add,
+            "at_risk": meter.create_counter("dblock.leases.at_risk", "{lease}", "Leases whose renewal was late.").add,
+            "lost": meter.create_counter("dblock.leases.lost", "{lease}", "Leases that ended before the work.").add,
+            "renewed": meter.create_counter("dblock.leases.renewed", "{lease}", "Leases that were renewed.").add,
+            "forced": meter.create_counter("dblock.locks.forced", "{lock}", "Keys that were freed by hand.").add,
+            "lateness": meter.create_histogram("dblock.renewal.lateness", "s", late).record,
+            "reaped": meter.create_counter("dblock.rows.reaped", "{row}", "Rows that were tidied up.").add,
+        }
         self._ended = False
         _ = meter.create_observable_gauge(
             "dblock.quarantine", [lambda _: self._read(runtime.current.quarantines())], "s", "Until keys open."
@@ -130,55 +134,13 @@ class Metrics:
         where: dict[str, Any] = {"dblock.database": event.database}
         if event.key:
             where["dblock.group"] = self._groups.of(event.key)
-        getattr(self, f"_on_{event.kind.value}")(event, where)
+        for name, amount, word in counted(event, self._tenures):
+            if name in self._metrics:  # who gave up is among the waits
+                more = {_WORDS[name]: word} if word is not None else {}
+                if word == GAVE_UP:
+                    more["error.type"] = event.reason
+                self._metrics[name](amount, {**where, **more})
 
     def forked(self) -> None:
         """A child holds nothing."""
         self._tenures.leave_to_parent()
-
-    def _on_acquired(self, event: Event, where: dict[str, Any]) -> None:
-        if event.how == "reentered":
-            return
-        self._tenures.begun(event)
-        self.held.add(1, where)
-        if event.how != "attached":
-            self.wait.record(event.wait, {**where, "dblock.outcome": event.how})
-        if event.contended:
-            self.waiting.add(-1, where)
-
-    def _on_contended(self, event: Event, where: dict[str, Any]) -> None:
-        self.contended.add(1, where)
-        self.waiting.add(1, where)
-
-    def _on_gave_up(self, event: Event, where: dict[str, Any]) -> None:
-        self.wait.record(event.wait, {**where, "dblock.outcome": "gave_up", "error.type": event.reason})
-        if event.contended:
-            self.waiting.add(-1, where)
-
-    def _on_released(self, event: Event, where: dict[str, Any]) -> None:
-        if not event.depth:
-            self._end(event, where)
-
-    def _on_lost(self, event: Event, where: dict[str, Any]) -> None:
-        if not event.majority:  # else its majority lock may go on
-            self.lost.add(1, {**where, "error.type": event.reason})
-        self._end(event, where)
-
-    def _end(self, event: Event, where: dict[str, Any]) -> None:
-        self.hold.grant(event.held, where)
-        if self._tenures.ended(event):
-            self.held.add(-1, where)
-
-    def _on_at_risk(self, event: Event, where: dict[str, Any]) -> None:
-        self.at_risk.add(1, where)
-
-    def _on_forced(self, event: Event, where: dict[str, Any]) -> None:
-        self.forced.add(1, where)
-
-    def _on_renewed(self, event: Event, where: dict[str, Any]) -> None:
-        self.renewed.add(event.amount, where)
-        self.lateness.record(event.lateness, where)
-
-    def _on_reaped(self, event: Event, where: dict[str, Any]) -> None:
-        self.reaped.add(event.amount, {**where, "dblock.table": "locks"})
-        self.reaped.add(event.places, {**where, "dblock.table": "lock_waiters"})

@@ -17,10 +17,10 @@ from typing import Any, Final
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.contrib.counting import Groups, Tenures, counted, prefix
 from dblock.core import runtime
 from dblock.core.errors import Reason
-from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.events import Event
 from dblock.core.observing.observers import observe
 from dblock.majority import asking
 
@@ -75,46 +75,35 @@ class Metrics:
         self._pending: deque[Event] = deque()
         self._most_pending = 1 if "PROMETHEUS_MULTIPROC_DIR" in os.environ else PENDING
         self._settling = threading.Lock()
-        self._series: dict[tuple[str, str], _Series] = {}
+        self._series: dict[tuple[str, str, str, str | None], Callable[[float], None]] = {}
+        """By metric, database, group and word; kept, since the client looks labels up under a lock and as texts."""
+        self._begun = set[tuple[str, str]]()
         registry.register(self)  # first, so that it is asked first
-        where = ("database", "group")
+        of, where = ("database",), ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
         live: dict[str, Any] = {"multiprocess_mode": "livesum", "registry": registry}
+        known: dict[str, Any] = {"registry": registry}
         try:
-            self.wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
+            wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
         except ValueError:  # others are registered there
             registry.unregister(self)
             raise
-        self.hold = Histogram("dblock_hold_seconds", "How long locks were held.", where, **bounds)
-        self.held = Gauge("dblock_held", "Locks that are held.", where, **live)
-        self.waiting = Gauge("dblock_waiting", "Attempts that wait for a key.", where, **live)
-        self.contended = Counter("dblock_contended", "Attempts that met another holder.", where, registry=registry)
-        self.gave_up = Counter(
-            "dblock_gave_up", "Attempts that ended without the key.", (*where, "reason"), registry=registry
-        )
-        self.at_risk = Counter("dblock_at_risk", "Leases whose renewal was late.", where, registry=registry)
-        self.lost = Counter("dblock_lost", "Leases that ended before the work.", (*where, "reason"), registry=registry)
-        self.forced = Counter("dblock_forced", "Keys that were freed by hand.", where, registry=registry)
-        self.renewed = Counter("dblock_renewed_leases", "Leases that were renewed.", ("database",), registry=registry)
-        self.lateness = Histogram(
-            "dblock_renewal_lateness_seconds",
-            "By how much renewals came later than a third of the ttl, the latest of each statement.",
-            ("database",),
-            **bounds,
-        )
-        self.reaped = Counter("dblock_reaped_rows", "Rows deleted.", ("database", "table"), registry=registry)
-        self.collectors: tuple[Any, ...] = tuple(each for each in vars(self).values() if hasattr(each, "_labelnames"))
-        self._act: dict[Kind, Callable[[Event], None]] = {
-            Kind.ACQUIRED: self._acquired,
-            Kind.CONTENDED: self._contended,
-            Kind.GAVE_UP: self._gave_up,
-            Kind.RELEASED: self._released,
-            Kind.RENEWED: self._renewed,
-            Kind.AT_RISK: self._late,
-            Kind.LOST: self._lost,
-            Kind.REAPED: self._reaped,
-            Kind.FORCED: self._forced,
+        late = "By how much renewals came later than a third of the ttl, the latest of each statement."
+        self._metrics: dict[str, Any] = {
+            "wait": wait,
+            "hold": Histogram("dblock_hold_seconds", "How long locks were held.", where, **bounds),
+            "held": Gauge("dblock_held", "Locks that are held.", where, **live),
+            "waiting": Gauge("dblock_waiting", "Attempts that wait for a key.", where, **live),
+            "contended": Counter("dblock_contended", "Attempts that met another holder.", where, **known),
+            "gave_up": Counter("dblock_gave_up", "Attempts that ended without the key.", (*where, "reason"), **known),
+            "at_risk": Counter("dblock_at_risk", "Leases whose renewal was late.", where, **known),
+            "lost": Counter("dblock_lost", "Leases that ended before the work.", (*where, "reason"), **known),
+            "forced": Counter("dblock_forced", "Keys that were freed by hand.", where, **known),
+            "renewed": Counter("dblock_renewed_leases", "Leases that were renewed.", of, **known),
+            "lateness": Histogram("dblock_renewal_lateness_seconds", late, of, **bounds),
+            "reaped": Counter("dblock_reaped_rows", "Rows deleted.", (*of, "table"), **known),
         }
+        self.collectors: tuple[Any, ...] = tuple(self._metrics.values())
 
     def __call__(self, event: Event) -> None:
         self._pending.append(event)
@@ -141,8 +130,7 @@ class Metrics:
         """Count, one event after the other: only one flow at a time does, and the others go on."""
         try:
             while True:
-                event = self._pending.popleft()
-                self._act[event.kind](event)
+                self._count(self._pending.popleft())
         except IndexError:
             return
         finally:
@@ -154,88 +142,28 @@ class Metrics:
         self._pending.clear()
         self._settling = threading.Lock()
         self._series.clear()
-        self.held.clear()
-        self.waiting.clear()
+        self._begun.clear()
+        self._metrics["held"].clear()
+        self._metrics["waiting"].clear()
 
-    def _of(self, event: Event) -> _Series:
-        group = self._groups.of(event.key)
-        found = self._series.get((event.database, group))
-        if found is None:
-            found = self._series[event.database, group] = _Series(self, event.database, group)
-        return found
+    def _count(self, event: Event) -> None:
+        where = event.database, self._groups.of(event.key) if event.key else ""
+        if event.key and where not in self._begun:
+            self._begun.add(where)
+            self._begin(*where)
+        for name, amount, word in counted(event, self._tenures):
+            add = self._series.get((name, *where, word))
+            if add is None:
+                given = dict(zip(("database", "group"), where, strict=True))
+                metric = self._metrics[name]
+                child = metric.labels(*(given.get(label, word) for label in metric._labelnames))
+                add = self._series[name, *where, word] = getattr(child, "observe", None) or child.inc
+            add(amount)
 
-    def _acquired(self, event: Event) -> None:
-        how = event.how
-        if how == "reentered":
-            return
-        series = self._of(event)
-        self._tenures.begun(event)
-        series.held.inc()
-        if how == "at_once":
-            series.at_once.observe(event.wait)
-            return
-        if how != "attached":
-            self.wait.labels(*series.where, how).observe(event.wait)
-        if event.contended:
-            self.waiting.labels(*series.where).dec()
-
-    def _contended(self, event: Event) -> None:
-        where = self._of(event).where
-        self.contended.labels(*where).inc()
-        self.waiting.labels(*where).inc()
-
-    def _gave_up(self, event: Event) -> None:
-        where = self._of(event).where
-        self.wait.labels(*where, "gave_up").observe(event.wait)
-        self.gave_up.labels(*where, event.reason).inc()
-        if event.contended:
-            self.waiting.labels(*where).dec()
-
-    def _released(self, event: Event) -> None:
-        if not event.depth:
-            self._end(event, self._of(event))
-
-    def _lost(self, event: Event) -> None:
-        series = self._of(event)
-        if not event.majority:  # else its majority lock may go on
-            self.lost.labels(*series.where, event.reason).inc()
-        self._end(event, series)
-
-    def _end(self, event: Event, series: _Series) -> None:
-        series.hold.observe(event.held)
-        if self._tenures.ended(event):
-            series.held.dec()
-
-    def _late(self, event: Event) -> None:
-        self.at_risk.labels(*self._of(event).where).inc()
-
-    def _forced(self, event: Event) -> None:
-        self.forced.labels(*self._of(event).where).inc()
-
-    def _renewed(self, event: Event) -> None:
-        self.renewed.labels(event.database).inc(event.amount)
-        self.lateness.labels(event.database).observe(event.lateness)
-
-    def _reaped(self, event: Event) -> None:
-        self.reaped.labels(event.database, "locks").inc(event.amount)
-        self.reaped.labels(event.database, "lock_waiters").inc(event.places)
-
-
-class _Series:
-    """What every lock of a group is counted by; kept, since the client looks labels up under a lock and as texts.
-
-    What is rare is counted from 0: a series that begins with 1 has not increased, for who watches over it.
-    """
-
-    __slots__ = ("at_once", "held", "hold", "where")
-
-    def __init__(self, metrics: Metrics, *where: str) -> None:
-        self.where = where
-        self.held: Any = metrics.held.labels(*where)
-        self.at_once: Any = metrics.wait.labels(*where, "at_once")
-        self.hold: Any = metrics.hold.labels(*where)
+    def _begin(self, *where: str) -> None:
+        """Count what is rare from 0: a series that begins with 1 has not increased, for who watches over it."""
         for each in Reason:
-            _ = metrics.lost.labels(*where, str(each))
-        for counter in (metrics.at_risk, metrics.forced, metrics.contended):
-            _ = counter.labels(*where)
-        _ = metrics.gave_up.labels(*where, "timeout")
+            _ = self._metrics["lost"].labels(*where, str(each))
+        for name in ("at_risk", "forced", "contended"):
+            _ = self._metrics[name].labels(*where)
+        _ = self._metrics["gave_up"].labels(*where, "timeout")
