@@ -35,10 +35,10 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from django.apps import AppConfig, apps
+from django.apps import apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.core.exceptions import ImproperlyConfigured
@@ -49,117 +49,117 @@ from django.db.models import Model
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
-from dblock.core.validation import (
-    valid_history,
-    valid_quarantine,
-    valid_reaping,
-    valid_retention,
-    valid_slow_wait,
-    valid_timeout,
-    valid_ttl,
+from dblock.core.validation import valid_reaping, valid_retention, valid_ttl
+
+Found = Iterator[CheckMessage]
+
+
+def _check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
+    """Register a function as a system check, which Django gives arguments that only those of databases want."""
+
+    def registered(look: Callable[..., Found]) -> Callable[..., list[CheckMessage]]:
+        def check(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> list[CheckMessage]:
+            return list(look(databases or ()) if "database" in tags else look())
+
+        made: Callable[..., list[CheckMessage]] = register("dblock", *tags, **options)(check)
+        return made
+
+    return registered
+
+
+def _locks_check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
+    """The same for a function of the connection where the locks live; nothing if the settings do not say so."""
+
+    def registered(look: Callable[[BaseDatabaseWrapper], Found]) -> Callable[..., list[CheckMessage]]:
+        @_check(*tags, **options)
+        def check(*databases: Collection[str]) -> Found:
+            connection = _locks_connection()
+            if connection is not None and all(connection.alias in each for each in databases):
+                yield from look(connection)
+
+        return check
+
+    return registered
+
+
+_SPAN = "Seconds or a timedelta. Documentation: Reference."
+_READ: tuple[tuple[Callable[[], object], str], ...] = (
+    (conf.ttl, _SPAN),
+    (conf.timeout, _SPAN),
+    (conf.slow_wait, _SPAN),
+    (lambda: valid_retention(conf.settings().RETENTION), _SPAN),
+    (
+        lambda: valid_reaping(conf.settings().REAP_EVERY, 0, "DBLOCK['REAP_EVERY']"),
+        "Seconds or a timedelta, or None for never. Documentation: Commands and the admin.",
+    ),
+    (conf.history, "For example 10000; 0 for none. Documentation: Commands and the admin."),
+    (conf.quarantine, 'Seconds or a timedelta, "auto" or None. Documentation: Clusters and failover.'),
+    (conf.tables, "A plain name, such as 'dblock_'. Documentation: Databases."),
 )
+"""What reads a setting and raises for a bad value, and what to write instead."""
 
 
-@register("dblock")
-def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
-    """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database, E006 no schemas there."""
-    if not isinstance(conf.given(), dict):
-        return [
-            Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}. Documentation: Reference.", id="dblock.E001")
-        ]
-    given = conf.given()
-    found: list[CheckMessage] = [
-        Error(
-            f"DBLOCK has no setting {name!r}.",
-            hint=f"It knows {', '.join(sorted(conf.NAMES))}. Documentation: Reference.",
-            id="dblock.E001",
-        )
-        for name in given
-        if name not in conf.NAMES
-    ]
-    spans: dict[str, Callable[[object], object]] = {
-        "TTL": valid_ttl,
-        "TIMEOUT": valid_timeout,
-        "RETENTION": valid_retention,
-        "SLOW_WAIT": valid_slow_wait,
-    }
-    for name, valid in spans.items():
+@_check()
+def check_settings() -> Found:
+    """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database."""
+    given: Any = conf.given()
+    if not isinstance(given, dict):
+        hint = "For example {'TTL': 30}. Documentation: Reference."
+        yield Error("DBLOCK is not a dict.", hint=hint, id="dblock.E001")
+        return
+    for name in sorted(given.keys() - conf.NAMES, key=str):
+        hint = f"It knows {', '.join(sorted(conf.NAMES))}. Documentation: Reference."
+        yield Error(f"DBLOCK has no setting {name!r}.", hint=hint, id="dblock.E001")
+    for read, hint in _READ:
         try:
-            if name in given:
-                valid(given[name])
-        except (TypeError, ValueError) as error:
-            hint = "Seconds or a timedelta. Documentation: Reference."
-            found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint=hint, id="dblock.E002"))
-    try:
-        valid_reaping(given.get("REAP_EVERY"), 0, "DBLOCK['REAP_EVERY']")
-    except (TypeError, ValueError) as error:
-        hint = "Seconds or a timedelta, or None for never. Documentation: Commands and the admin."
-        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
-    try:
-        valid_history(given.get("HISTORY", 0), "DBLOCK['HISTORY']")
-    except (TypeError, ValueError) as error:
-        hint = "For example 10000; 0 for none. Documentation: Commands and the admin."
-        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
-    try:
-        valid_quarantine(given.get("FAILOVER_QUARANTINE", "auto"), "DBLOCK['FAILOVER_QUARANTINE']")
-    except (TypeError, ValueError) as error:
-        hint = 'Seconds or a timedelta, "auto" or None. Documentation: Clusters and failover.'
-        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
+            _ = read()
+        except (TypeError, ValueError, ImproperlyConfigured) as error:
+            yield Error(f"{error}.", hint=hint, id="dblock.E002")
     if not isinstance(given.get("LISTEN", True), bool):
         hint = "A bool. Documentation: Reference."
-        found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint=hint, id="dblock.E002"))
+        yield Error("DBLOCK['LISTEN'] is neither True nor False.", hint=hint, id="dblock.E002")
     alias = given.get("USING")
     if alias is not None and alias not in connections:
         hint = f"DATABASES has {', '.join(sorted(connections))}. Documentation: Reference."
-        found.append(Error(f"DBLOCK['USING'] names no database: {alias!r}.", hint=hint, id="dblock.E003"))
+        yield Error(f"DBLOCK['USING'] names no database: {alias!r}.", hint=hint, id="dblock.E003")
     elif alias is not None and connections[alias].vendor not in DIALECTS:
         hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite. Documentation: Databases."
-        found.append(Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004"))
-    return found + _check_names(given)
+        yield Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004")
 
 
-def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
-    """Check the names of the tables."""
-    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
-
-    try:
-        schema = conf.tables().schema
-    except ImproperlyConfigured as error:
-        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'. Documentation: Databases.", id="dblock.E002")]
-    if not schema or (given.get("USING") or DEFAULT_DB_ALIAS) not in connections:
-        return []
-    connection = connections[default_alias()]
-    if connection.vendor == "postgresql":
-        return []
-    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME. Documentation: Databases."
-    text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
-    return [Error(text, hint=hint, id="dblock.E006")]
+@_locks_check()
+def check_schema(connection: BaseDatabaseWrapper) -> Found:
+    """E006: a schema where there are none."""
+    with contextlib.suppress(ImproperlyConfigured):  # E002
+        if conf.tables().schema and connection.vendor != "postgresql":
+            text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
+            hint = (
+                "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME. "
+                "Documentation: Databases."
+            )
+            yield Error(text, hint=hint, id="dblock.E006")
 
 
-@register("dblock")
-def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_check()
+def check_transactions() -> Found:
     """W002: transactions that `release="auto"` cannot see. W007: snapshots that are older than any lock of a view."""
-    found: list[CheckMessage] = [
-        Warning(
-            f"Database {alias!r} has AUTOCOMMIT off, so that its transactions are not atomic() blocks.",
-            hint='A lock with release="auto" is given back before they end: commit before you leave it. '
-            "Documentation: Transactions.",
-            id="dblock.W002",
-        )
-        for alias in connections
-        if not connections[alias].settings_dict["AUTOCOMMIT"]
-    ]
-    return found + [
-        Warning(
-            f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under its "
-            "isolation level that may not see what the lock's holder before has written.",
-            hint="Set OPTIONS['isolation_level'] = 'read committed', which is Django's default, or take views with "
-            "locks out of it (transaction.non_atomic_requests). Documentation: Transactions.",
-            id="dblock.W007",
-        )
-        for alias in connections
-        if connections[alias].settings_dict["ATOMIC_REQUESTS"] and _keeps_snapshots(connections[alias])
-    ]
+    for alias in connections:
+        told = connections[alias].settings_dict
+        if not told["AUTOCOMMIT"]:
+            yield Warning(
+                f"Database {alias!r} has AUTOCOMMIT off, so that its transactions are not atomic() blocks.",
+                hint='A lock with release="auto" is given back before they end: commit before you leave it. '
+                "Documentation: Transactions.",
+                id="dblock.W002",
+            )
+        if told["ATOMIC_REQUESTS"] and _keeps_snapshots(connections[alias]):
+            yield Warning(
+                f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under "
+                "its isolation level that may not see what the lock's holder before has written.",
+                hint="Set OPTIONS['isolation_level'] = 'read committed', which is Django's default, or take views with "
+                "locks out of it (transaction.non_atomic_requests). Documentation: Transactions.",
+                id="dblock.W007",
+            )
 
 
 def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
@@ -168,15 +168,15 @@ def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
 
 
-@register("dblock")
-def check_writable(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_locks_check()
+def check_writable(connection: BaseDatabaseWrapper) -> Found:
     """E007: sessions of the locks' database that may only read."""
-    connection = _locks_connection()
-    if connection is None or not _READ_ONLY[connection.vendor](connection.settings_dict):
-        return []
-    text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
-    hint = "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. Documentation: Databases."
-    return [Error(text, hint=hint, id="dblock.E007")]
+    if _READ_ONLY[connection.vendor](connection.settings_dict):
+        text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
+        hint = (
+            "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. Documentation: Databases."
+        )
+        yield Error(text, hint=hint, id="dblock.E007")
 
 
 def _reads_postgresql(settings: dict[str, Any]) -> bool:
@@ -217,59 +217,47 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
     return connection if connection.vendor in DIALECTS else None
 
 
-@register("dblock")
-def check_quarantine(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_locks_check()
+def check_quarantine(connection: BaseDatabaseWrapper) -> Found:
     """W011: leases that outlast the quarantine after a failover."""
-    connection = _locks_connection()
-    if connection is None or DIALECTS[connection.vendor].epoch is None:
-        return []
-    try:
+    with contextlib.suppress(TypeError, ValueError):  # E002
         ttl, quarantine = conf.ttl(), conf.quarantine()
-    except (TypeError, ValueError):  # told elsewhere
-        return []
-    if ttl <= quarantine or not quarantine:
-        return []
-    hint = (
-        "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use."
-        " Documentation: Clusters and failover."
-    )
-    text = f"DBLOCK['TTL'] ({ttl:g} s) is longer than keys are closed after a failover ({quarantine:g} s)."
-    return [Warning(text, hint=hint, id="dblock.W011")]
+        if DIALECTS[connection.vendor].epoch is not None and 0 < quarantine < ttl:
+            hint = (
+                "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use."
+                " Documentation: Clusters and failover."
+            )
+            text = f"DBLOCK['TTL'] ({ttl:g} s) is longer than keys are closed after a failover ({quarantine:g} s)."
+            yield Warning(text, hint=hint, id="dblock.W011")
 
 
-@register("dblock")
-def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_check()
+def check_routers() -> Found:
     """W003: database routers, which might send two processes to two databases."""
-    if not settings.DATABASE_ROUTERS or not isinstance(conf.given(), dict) or conf.given().get("USING") is not None:
-        return []
-    hint = (
-        "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
-        " Documentation: Connections and time."
-    )
-    return [Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")]
+    if settings.DATABASE_ROUTERS and isinstance(conf.given(), dict) and conf.given().get("USING") is None:
+        hint = (
+            "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
+            " Documentation: Connections and time."
+        )
+        yield Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")
 
 
-@register("dblock", deploy=True)
-def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_check(deploy=True)
+def check_reaping() -> Found:
     """W005: nothing is known to delete the rows of keys that nobody uses any more."""
-    if (isinstance(conf.given(), dict) and conf.given().get("REAP_EVERY") is not None) or _is_reaped():
-        return []
-    text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
-    hint = (
-        "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
-        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. "
-        "Documentation: Commands and the admin."
-    )
-    return [Warning(text, hint=hint, id="dblock.W005")]
+    if conf.settings().REAP_EVERY is None and not _is_reaped():
+        text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
+        hint = (
+            "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
+            "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. "
+            "Documentation: Commands and the admin."
+        )
+        yield Warning(text, hint=hint, id="dblock.W005")
 
 
-@register("dblock", deploy=True)
-def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+@_locks_check(deploy=True)
+def check_deployment(connection: BaseDatabaseWrapper) -> Found:
     """What is fine in development only: W006 a pooler and LISTEN, W008 locks in memory, W009 an implausible ttl."""
-    connection = _locks_connection()
-    if connection is None:
-        return []
-    found: list[CheckMessage] = []
     pooled = connection.vendor == "postgresql" and connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
     if pooled and conf.settings().LISTEN is True:
         text = (
@@ -280,11 +268,11 @@ def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
             "Set DBLOCK['LISTEN'] = False if that will do, or have DBLOCK['USING'] name an alias that connects "
             "directly. Documentation: Connections and time."
         )
-        found.append(Warning(text, hint=hint, id="dblock.W006"))
+        yield Warning(text, hint=hint, id="dblock.W006")
     if connection.vendor == "sqlite" and connection.is_in_memory_db():  # type: ignore[attr-defined]
         text = f"The locks live in memory (database {connection.alias!r}): no other process sees them."
         hint = "Let them live in a database that all processes share: DBLOCK['USING']. Documentation: Databases."
-        found.append(Warning(text, hint=hint, id="dblock.W008"))
+        yield Warning(text, hint=hint, id="dblock.W008")
     with contextlib.suppress(TypeError, ValueError):  # E002
         ttl = valid_ttl(conf.settings().TTL)
         if not LEAST_TTL <= ttl <= MOST_TTL:
@@ -297,8 +285,7 @@ def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
                 "It is no limit of the work: as long as that lasts leases are renewed. The default of 30 s suits most. "
                 "Documentation: Guarantees."
             )
-            found.append(Warning(text, hint=hint, id="dblock.W009"))
-    return found
+            yield Warning(text, hint=hint, id="dblock.W009")
 
 
 LEAST_TTL = 2.0
@@ -322,27 +309,20 @@ def _is_reaped() -> bool:
     return False
 
 
-@register("dblock", "database")
-def check_databases(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **_: Any
-) -> list[CheckMessage]:
+@_locks_check("database")
+def check_databases(connection: BaseDatabaseWrapper) -> Found:
     """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
 
     W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
     W004: one where a transaction that has read may find that it cannot write any more.
     W010: tables that are ours, of which migrate does not know.
     """
-    connection = _locks_connection()
-    if connection is None or connection.alias not in (databases or ()):
-        return []
-    found = _check_tables(connection)
+    yield from _check_tables(connection)
     if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
-        found += _check_file(connection)
-    return found
+        yield from _check_file(connection)
 
 
-def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    found: list[CheckMessage] = []
+def _check_file(connection: BaseDatabaseWrapper) -> Found:
     hint = (
         "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}. "
         "Documentation: Transactions."
@@ -352,14 +332,13 @@ def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
         wal = cursor.fetchone()[0] == "wal"
     if not wal:
         text = f"The locks live in the SQLite database {connection.alias!r}, which does not use a write-ahead log."
-        found.append(Warning(text, hint=hint, id="dblock.W001"))
+        yield Warning(text, hint=hint, id="dblock.W001")
     if str(connection.settings_dict["OPTIONS"].get("transaction_mode")).upper() not in {"IMMEDIATE", "EXCLUSIVE"}:
         text = (
             f"Transactions on the SQLite database {connection.alias!r}, in which the locks live, begin without the "
             "right to write: one that reads first may find that others have written since, and fail."
         )
-        found.append(Warning(text, hint=hint, id="dblock.W004"))
-    return found
+        yield Warning(text, hint=hint, id="dblock.W004")
 
 
 def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
