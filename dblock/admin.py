@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -53,7 +54,7 @@ from dblock.operating import administration
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
 from dblock.operating.statements import vocabulary
 from dblock.operating.timeline import Holding, timeline, told
-from dblock.operating.wording import moment, span
+from dblock.operating.wording import moment, named, span
 from dblock.store import store_for
 
 
@@ -126,6 +127,8 @@ _CALM = ("held", "in_handover", "waiting", "closed", "free")
 TROUBLE_FIRST = Case(
     *(When(STATES[name][1], then=Value(number)) for number, name in enumerate(_CALM, start=1)), default=Value(0)
 )
+READ = Case(*(When(each, then=Value(name)) for name, (_label, each) in STATES.items() if each))
+"""The state, as far as columns say it."""
 MANY = 10_000
 """The list counts so many rows, has pages for them, and sorts by state if there are fewer; beyond, the user filters."""
 
@@ -151,8 +154,10 @@ class LockList(ChangeList):
         """Django's results, what has shares, and who pins what somebody might want."""
         super().get_results(request)
         rows: list[Lock] = list(self.result_list)
-        suspects = [row.lock_key for row in rows if _state(row) == "expired" or _is_wanted(row)]
-        pins, shared = pins_of(suspects), _shared([row.lock_key for row in rows if row.kind and _state(row) == "free"])
+        free = [row for row in rows if _state(row) == "free"]
+        wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
+        pins = pins_of([*wanted, *(row.lock_key for row in rows if _state(row) == "expired")])
+        shared = _shared([row.lock_key for row in free if row.kind])
         for row in rows:
             vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
         self.result_list = rows
@@ -215,14 +220,46 @@ def _shared(keys: list[str]) -> set[str]:
     return {share.partition(SHARE)[0] for share in rows.values_list("lock_key", flat=True)[:MANY]} if keys else set()
 
 
-def _shown(name: str) -> Any:
-    """The column `name`, whose text comes from others, made printable."""
+def _identity(row: Lock) -> Identity:
+    return Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
 
-    @admin.display(description=Lock._meta.get_field(name).verbose_name, ordering=name)  # type: ignore[union-attr]
-    def column(inspector: LockAdmin, row: Lock) -> str:
-        return printable(str(getattr(row, name))) or "–"  # of a number too, which the site would group by thousands
+
+def _labelled(row: Lock) -> str:
+    who = named(_identity(row))
+    return format_html("<b>{}</b><br>{}", printable(row.label), who) if row.label else who
+
+
+def _clock(row: Lock) -> datetime:
+    clock: datetime = vars(row)["clock"]  # annotated by `rows`, as is `read`
+    return clock
+
+
+def _ago(row: Lock, moment: datetime) -> float:
+    return (_clock(row) - moment).total_seconds()
+
+
+def _state(row: Lock) -> str:
+    read: str = vars(row)["read"]
+    if read == "free" and vars(row).get("shared"):
+        return "shared"
+    return "pinned" if read in {"free", "expired"} and pinned_of(row) else read
+
+
+def _column(description: Any, told: Callable[[Lock], Any], ordering: Any = None) -> Any:
+    """A column, or a field of the details."""
+
+    @admin.display(description=description, ordering=ordering)
+    def column(inspector: LockAdmin, row: Lock) -> Any:
+        return told(row)
 
     return column
+
+
+def _shown(name: str) -> Any:
+    """The column `name`, whose text comes from others, made printable."""
+    verbose = Lock._meta.get_field(name).verbose_name  # type: ignore[union-attr]
+    # Of a number too, which the site would group by thousands.
+    return _column(verbose, lambda row: printable(str(getattr(row, name))) or "–", name)
 
 
 @admin.register(Lock)
@@ -273,12 +310,13 @@ class LockAdmin(Inspector):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
-        rows = self.rows().alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
-        rows = rows.exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
+        rows = self.rows().exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
         return rows.annotate(waiting=Coalesce(Subquery(count), 0))
 
     def rows(self) -> QuerySet[Lock]:
-        return Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
+        rows = Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
+        rows = rows.alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
+        return rows.annotate(read=READ)
 
     def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
         waits = _state(row) == "waiting"
@@ -355,40 +393,32 @@ class LockAdmin(Inspector):
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
     shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
+    pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := pinned_of(row)) else "–")
+    holder = _column(_("holder"), lambda row: "–" if _state(row) in _NOBODYS else named(_identity(row)), "host")
+    held_by = _column(_("holder"), lambda row: "–" if _state(row) in _NOBODYS else _labelled(row), "host")
+    """The holder with its label, for the list."""
+    last_held_by = _column(_("last held by"), _labelled)
+    next_to_enter = _column(_("next to enter"), _labelled)
+    waiting_for = _column(_("waiting for"), lambda row: span(_ago(row, row.acquired_at)))
+    entries = _column(_("entries"), lambda row: str(row.count or "–"), "count")
+    life = _column(_("time to live"), lambda row: span(row.ttl), "ttl")
+    acquired = _column(_("acquired at"), lambda row: moment(row.acquired_at), "acquired_at")
+    expires = _column(_("expires at"), lambda row: moment(row.expires_at), "expires_at")
+    asked_back = _column(
+        _("asked back"), lambda row: printable(row.revocation) if row.owner and row.revoked_fence == row.fence else "–"
+    )
+    waiters = _column(  # the next to enter waits too
+        _("waiters"), lambda row: str(vars(row)["waiting"] + (_state(row) == "waiting") or "–")
+    )
+
     @admin.display(description=_("state"), ordering=TROUBLE_FIRST)
     def state(self, row: Lock) -> SafeString:
         name = _state(row)
         return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, STATES[name][0])
 
-    @admin.display(description=_("pinned by"))
-    def pinned_by(self, row: Lock) -> str:
-        pinned = pinned_of(row)
-        return pins_shown(pinned) if pinned else "–"
-
-    @admin.display(description=_("holder"), ordering="host")
-    def holder(self, row: Lock) -> str:
-        return "–" if _state(row) in _NOBODYS else _named(row)
-
-    @admin.display(description=_("holder"), ordering="host")
-    def held_by(self, row: Lock) -> str:
-        """The holder with its label, for the list."""
-        return "–" if _state(row) in _NOBODYS else _labelled(row)
-
-    @admin.display(description=_("last held by"))
-    def last_held_by(self, row: Lock) -> str:
-        return _labelled(row)
-
-    @admin.display(description=_("next to enter"))
-    def next_to_enter(self, row: Lock) -> str:
-        return _labelled(row)
-
-    @admin.display(description=_("waiting for"))
-    def waiting_for(self, row: Lock) -> str:
-        return span((_clock(row) - row.acquired_at).total_seconds())
-
     @admin.display(description=pgettext_lazy("lock", "released"))
     def released(self, row: Lock) -> str:
-        ago = (_clock(row) - row.expires_at).total_seconds()
+        ago = _ago(row, row.expires_at)
         if ago < 0:
             return gettext("kept closed for another %s (min_hold)") % span(-ago)
         return gettext("%s ago") % span(ago)
@@ -396,13 +426,13 @@ class LockAdmin(Inspector):
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
         if _state(row) == "in_handover":
-            return gettext("detached %s ago") % span(row.ttl - (row.expires_at - _clock(row)).total_seconds())
-        until = min(_clock(row), row.expires_at)
-        return "–" if _state(row) in _NOBODYS else span((until - row.acquired_at).total_seconds())
+            return gettext("detached %s ago") % span(row.ttl + _ago(row, row.expires_at))
+        held = min(_clock(row), row.expires_at) - row.acquired_at
+        return "–" if _state(row) in _NOBODYS else span(held.total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
-        left, state = (row.expires_at - _clock(row)).total_seconds(), _state(row)
+        left, state = -_ago(row, row.expires_at), _state(row)
         if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
         if state in _NOBODYS - {"closed"}:
@@ -417,30 +447,6 @@ class LockAdmin(Inspector):
             f"{left:.3f}",
             words,
         )
-
-    @admin.display(description=_("waiters"))
-    def waiters(self, row: Lock) -> str:
-        return str(vars(row)["waiting"] + (_state(row) == "waiting") or "–")  # the next to enter waits too
-
-    @admin.display(description=_("entries"), ordering="count")
-    def entries(self, row: Lock) -> str:
-        return str(row.count or "–")
-
-    @admin.display(description=_("time to live"), ordering="ttl")
-    def life(self, row: Lock) -> str:
-        return span(row.ttl)
-
-    @admin.display(description=_("asked back"))
-    def asked_back(self, row: Lock) -> str:
-        return printable(row.revocation) if row.owner and row.revoked_fence == row.fence else "–"
-
-    @admin.display(description=_("acquired at"), ordering="acquired_at")
-    def acquired(self, row: Lock) -> str:
-        return moment(row.acquired_at)
-
-    @admin.display(description=_("expires at"), ordering="expires_at")
-    def expires(self, row: Lock) -> str:
-        return moment(row.expires_at)
 
 
 _COLUMNS = {
@@ -464,42 +470,5 @@ def _holding(row: Lock) -> Holding | None:
     """Who holds the key; None if nobody does."""
     if not row.owner or _state(row) == "waiting":
         return None
-    who = Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
-    age, over = ((_clock(row) - each).total_seconds() for each in (row.acquired_at, row.expires_at))
-    return Holding(who, row.label, row.fence, age, max(over, 0.0))
-
-
-def _named(row: Lock) -> str:
-    parts = [row.program, gettext("pid %(pid)s on %(host)s") % {"pid": row.pid, "host": row.host}, row.thread]
-    if row.celery_task_id:
-        parts.append(gettext("Celery task %s") % row.celery_task_id)
-    return printable(", ".join(part for part in parts if part))
-
-
-def _labelled(row: Lock) -> str:
-    return format_html("<b>{}</b><br>{}", printable(row.label), _named(row)) if row.label else _named(row)
-
-
-def _clock(row: Lock) -> datetime:
-    clock: datetime = vars(row)["clock"]  # annotated by get_queryset
-    return clock
-
-
-def _is_wanted(row: Lock) -> bool:
-    return _state(row) == "free" and (vars(row)["waiting"] > 0 or row.freed_fence == row.fence)
-
-
-def _state(row: Lock) -> str:
-    left = (row.expires_at - _clock(row)).total_seconds()
-    if row.owner is None or left <= 0:
-        if not row.owner and vars(row).get("shared"):
-            return "shared"
-        return "pinned" if pinned_of(row) else "expired" if row.owner else "free"
-    if not row.owner:
-        return "closed"
-    if SHARE not in row.lock_key and (row.kind == KeyKind.SEMAPHORE or row.awaiting_fence == row.fence):
-        return "waiting"
-    if not row.count:
-        return "in_handover"
-    renewed = (row.expires_at - row.acquired_at).total_seconds() > row.ttl * 1.01
-    return "at_risk" if renewed and left < row.ttl / 2 else "held"
+    over = max(_ago(row, row.expires_at), 0.0)
+    return Holding(_identity(row), row.label, row.fence, _ago(row, row.acquired_at), over)
