@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django import forms
 from django.contrib import admin, messages
@@ -21,7 +21,7 @@ from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext
+from django.utils.translation import gettext_lazy, ngettext
 
 from dblock.core.errors import InvalidKey, LockError, LockStoreError
 from dblock.core.pinned import Pinned
@@ -41,11 +41,12 @@ from dblock.operating.wording import hidden, named, pin_told, span
 from dblock.store import DjangoStore, store_for
 
 if TYPE_CHECKING:
+    from django.utils.functional import _StrPromise as StrPromise
+
     _ModelAdmin = admin.ModelAdmin[Lock]
 else:
     _ModelAdmin = admin.ModelAdmin
 
-End = Callable[[Any, str, int, str], Steps[bool]]
 REQUEST = 3.0
 """Seconds for which a request waits until all is tidied up."""
 SHOWN = 200
@@ -66,6 +67,56 @@ class ReasonForm(forms.Form):
         self.fields["reason"].help_text = _(
             "The holder is told this reason and your name. The log of the admin keeps both."
         )
+
+
+class Ending(NamedTuple):
+    """What can be done to a tenure, in words."""
+
+    permission: str
+    end: Callable[[Any, str, int, str], Steps[bool]]
+    title: StrPromise
+    verb: StrPromise
+    to_holder: StrPromise
+    """What happens."""
+    to_waiting: StrPromise
+    """The same, if the owner of the key is the next to enter, and waits."""
+    done: StrPromise
+    log: StrPromise
+
+
+FORCE_RELEASE: Final = Ending(
+    "force_release",
+    administration.force_release,
+    gettext_lazy("Force release"),
+    gettext_lazy("Yes, force its release"),
+    gettext_lazy(
+        "The lock ends now, and the next waiter gets the key. Its holder is not stopped: it learns of this at "
+        "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
+        "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
+    ),
+    gettext_lazy(
+        "The one that is the next to enter loses its turn to the next waiter, and queues again. Those that hold the "
+        "key now keep it: each of them has a page of its own."
+    ),
+    gettext_lazy("The lock on “%(key)s” was released."),
+    gettext_lazy("Forced its release: %(reason)s"),
+)
+REVOKE: Final = Ending(
+    "revoke",
+    administration.revoke,
+    gettext_lazy("Ask for it back"),
+    gettext_lazy("Yes, ask its holder"),
+    gettext_lazy(
+        "Its holder is asked to finish and release the lock, by on_revoke and at its next check(). It keeps "
+        "the lock until it does."
+    ),
+    gettext_lazy(
+        "A writer that is the next to enter hears of it once it has entered; one that wants a permit does not. Those "
+        "that hold the key now are not asked: each of them has a page of its own."
+    ),
+    gettext_lazy("The holder of “%(key)s” is asked to release it."),
+    gettext_lazy("Asked for it back: %(reason)s"),
+)
 
 
 class Inspector(_ModelAdmin):
@@ -113,7 +164,6 @@ class Inspector(_ModelAdmin):
             raise PermissionDenied
 
     def _page(self, request: HttpRequest, template: str, title: str, **context: Any) -> TemplateResponse:
-        request.current_app = self.admin_site.name  # whose addresses `url` makes
         known = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, "title": title}
         return TemplateResponse(request, f"admin/dblock/lock/{template}.html", {**known, **context})
 
@@ -121,64 +171,42 @@ class Inspector(_ModelAdmin):
 
     def release_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Force release."""
-        self._demand(request, "force_release")
-        return self._end(
-            request,
-            unquote(object_id),
-            administration.force_release,
-            title=_("Force release"),
-            verb=_("Yes, force its release"),
-            what_happens=_(
-                "The lock ends now, and the next waiter gets the key. Its holder is not stopped: it learns of this at "
-                "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
-                "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
-            ),
-            done=_("The lock on “%(key)s” was released."),
-            log=_("Forced its release: %(reason)s"),
-        )
+        return self._end(request, object_id, FORCE_RELEASE)
 
     def revoke_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Ask its holder to release it."""
-        self._demand(request, "revoke")
-        return self._end(
-            request,
-            unquote(object_id),
-            administration.revoke,
-            title=_("Ask for it back"),
-            verb=_("Yes, ask its holder"),
-            what_happens=_(
-                "Its holder is asked to finish and release the lock, by on_revoke and at its next check(). It keeps "
-                "the lock until it does."
-            ),
-            done=_("The holder of “%(key)s” is asked to release it."),
-            log=_("Asked for it back: %(reason)s"),
-        )
+        return self._end(request, object_id, REVOKE)
 
-    def _end(
-        self, request: HttpRequest, key: str, end: End, *, done: str, log: str, title: str, **words: str
-    ) -> HttpResponse:
+    def _end(self, request: HttpRequest, object_id: str, ending: Ending) -> HttpResponse:
+        self._demand(request, ending.permission)
+        key = unquote(object_id)
         row = self.get_object(request, key)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, printable(key))  # type: ignore[attr-defined,no-any-return]
         back = self._address("change", quote(key))
         but = ""
-        if end is administration.force_release and pinned_of(row):
+        if ending is FORCE_RELEASE and pinned_of(row):
             but = _("A transaction pins this key: nobody can take it before that ends, whatever becomes of the lock.")
         if not row.owner and request.method != "POST":
             messages.warning(request, _("Nobody holds “%(key)s”.") % {"key": printable(key)})
             return HttpResponseRedirect(back)
         form = ReasonForm(request.POST if request.method == "POST" else None, initial={"fence": row.fence})
         if form.is_valid():
-            reason = form.cleaned_data["reason"]
-            if self._told(request, lambda store, words: end(store, key, form.cleaned_data["fence"], words), reason):
-                messages.success(request, done % {"key": printable(key)})
+            reason, fence = form.cleaned_data["reason"], form.cleaned_data["fence"]
+            if self._told(request, lambda store, words: ending.end(store, key, fence, words), reason):
+                messages.success(request, ending.done % {"key": printable(key)})
                 if but:
                     messages.warning(request, but)
-                self.log_change(request, row, log % {"reason": printable(" ".join(reason.split()))})
+                self.log_change(request, row, ending.log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
-        names = ("shown_key", "state", *(["pinned_by"] if but else []), *self.fields_of_owner(row), "shown_fence")
-        facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
-        return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, but=but, **words)
+        fields = self.fields_of_owner(row)
+        names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
+        told = {
+            "facts": [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names],
+            "what_happens": ending.to_waiting if "next_to_enter" in fields else ending.to_holder,
+            "verb": ending.verb,
+        }
+        return self._page(request, "end", str(ending.title), object=row, form=form, back=back, but=but, **told)
 
     def _told(self, request: HttpRequest, end: Callable[[DjangoStore, str], Steps[bool]], reason: str) -> bool:
         """Whether it was done; if not, the user is told why."""

@@ -279,7 +279,8 @@ def memory() -> Generator[Memory]:
     """In this block all locks of this process live in memory, those of Django and of every engine in one table.
 
     No database is asked, whatever threads and tasks the locks are taken in. Locks that are held when it ends are lost
-    (`Reason.RELEASED`). Raises RuntimeError inside another one, and while this process holds a lock.
+    (`Reason.RELEASED`). Raises RuntimeError inside another one, and while this process holds a lock. A majority lock
+    goes by the real clock: `db_quorum_lock` raises RuntimeError in it.
     """
     made, outer = Memory(), runtime.current
     if isinstance(outer, MemoryRuntime):

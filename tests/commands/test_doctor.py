@@ -165,6 +165,7 @@ def test_a_probe_that_gets_no_lock(sqlite: Path) -> None:
         asking.join()
     assert found[0].level is Level.ERROR
     assert "another doctor" in found[0].text
+    assert "timeout=" not in found[0].text, "which is for a program"
 
 
 @pytest.mark.parametrize("database", DATABASES)

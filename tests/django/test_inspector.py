@@ -817,7 +817,11 @@ def test_one_that_waits_for_readers_or_permits(site: Site, database: str) -> Non
                 assert f"field-{column}" not in details
             assert re.search(r'class="field-waiters[^"]*"[^>]*>1<', listed)
             assert "field-next_to_enter" in details
-            assert ">next to enter</th>" in page(client, change("k", "release"))
+            for action in ("release", "revoke"):
+                text = page(client, change("k", action))
+                assert ">next to enter</th>" in text
+                assert "that is the next to enter" in text
+                assert "Its holder is" not in text, "it holds nothing yet"
         _ = run(database, "UPDATE locks SET kind = 1, awaiting_fence = 0")
         assert 'data-state="held"' in page(client, LIST, state="held")
         _ = run(database, "UPDATE locks SET kind = 0")

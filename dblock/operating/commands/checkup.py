@@ -145,7 +145,9 @@ def probe(context: Context) -> Seen:
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
     except LockTimeout as error:
         if not _closed(context):  # else `quarantine` says so
-            yield False, str(error)
+            pins = "; ".join(pins_of(error.pinned)) if error.pinned else ""
+            why = f"it is pinned: {pins}" if pins else f"it is held by {error.holder or 'others, in turns'}"
+            yield False, f"{DOCTOR!r} could not be acquired within 2 s: {why}"
 
 
 def clock(context: Context) -> Seen:

@@ -137,6 +137,8 @@ def _story(info: LockInfo) -> str:
 
 
 def _warning(info: LockInfo) -> str:
+    if info.waits:
+        return "It loses its turn to the next waiter, and queues again. Those that hold the key now keep it."
     return (
         f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest, or, if "
         "its lock is not renewed, when it next asks. "
