@@ -29,7 +29,7 @@ from dblock.core.errors import (
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.failures import quarantined
+from dblock.core.lock.refusals import quarantined
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.values import Grant, LockInfo

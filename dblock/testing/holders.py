@@ -242,7 +242,7 @@ def _taking_away(hold: Hold) -> Steps[None]:
     _ = yield from force_release(hold.store, key, fence, "taken away by a test")
     yield from find_out(hold)
     _ = watchdog.discard(hold)
-    site_of(hold).freed(key)
+    site_of(hold).local_queues.freed(key)
 
 
 def _store(key: str, bind: Any) -> Any:

@@ -48,7 +48,8 @@ from dblock.core.share_keys import end_key, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.tokens import Token, token_text, valid_sequencer, valid_token
 from dblock.core.values import KeyKind, LockInfo, Tenure
-from dblock.core.wakeup.registry import CHANNEL, Message
+from dblock.core.wakeup.local_socket import CHANNEL
+from dblock.core.wakeup.registry import Message
 from dblock.operating.commands import running
 from sqlalchemy_dblock import attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
 from tests.project.test_schema import apply, scratch

@@ -40,7 +40,7 @@ def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
                     attempt.enter(None)
             while found is None:
                 if attempt.stage is Stage.OUTSIDE:
-                    site.enter_taking(attempt)
+                    site.local_queues.enter_taking(attempt)
                     found = yield from _take(attempt)
                 else:
                     found = yield from attempt.wait()

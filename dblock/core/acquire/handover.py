@@ -14,8 +14,9 @@ import contextlib
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from dblock.core.acquire.local_queue import Waiting
 from dblock.core.acquire.shares import leave_share, notify_door
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
@@ -24,9 +25,6 @@ from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.core.values import SHARE, Grant, Tenure
 from dblock.core.wakeup.registry import Message
-
-if TYPE_CHECKING:
-    from dblock.core.acquire.waiting import Attempt
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
@@ -160,7 +158,7 @@ def _pass_on(site: Site, held: Grant) -> Steps[bool]:
         raise
     finally:
         if passed is not Passed.DONE:
-            site.freed(held.tenure.key)
+            site.local_queues.freed(held.tenure.key)
 
 
 def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *, again: bool = True) -> Steps[None]:
@@ -218,7 +216,7 @@ def _grant_held(site: Site, held: Grant) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, heir: Attempt, held: Grant) -> Steps[Passed]:
+def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
     """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:

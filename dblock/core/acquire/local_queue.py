@@ -40,18 +40,18 @@ Rule: one mutex, held for a few instructions; the next operation repairs what an
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from dblock.core.acquire.request import about
+from dblock.core.acquire.request import Request, about
+from dblock.core.protocol.queue import Place
+from dblock.core.protocol.sending import Database
 from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
-
-if TYPE_CHECKING:
-    from dblock.core.acquire.site import Site
-    from dblock.core.acquire.waiting import Attempt
+from dblock.core.wakeup.registry import Wakeup
 
 
 class Stage(Enum):
@@ -77,13 +77,35 @@ MOVES: Final = {
 }
 
 
+class Waiting(Protocol):
+    """An attempt of a flow to acquire the key (`dblock.core.acquire.waiting`), as its local queue knows it."""
+
+    request: Request
+    stage: Stage
+    owner: str
+    grant: Grant | None
+    place: Place | None
+    seen: float
+    wakeup: Wakeup
+    local_queue: LocalQueue
+
+    def move(self, stage: Stage) -> None:
+        """Change to another stage."""
+        ...
+
+    def give_up_tokens(self) -> None:
+        """Remember what the database may have under its tokens, as unwanted."""
+        ...
+
+
 class LocalQueue:
     """The flows of this process that wait for one key of one database."""
 
-    def __init__(self, key: str, site: Site) -> None:
-        self._key, self._site = key, site
-        self._now = site.database.now
-        self._waiters: OrderedDict[Attempt, None] = OrderedDict()
+    def __init__(self, key: str, beside: LocalQueues) -> None:
+        """`beside`: the local queues of the database."""
+        self._key, self._beside = key, beside
+        self._now = beside.database.now
+        self._waiters: OrderedDict[Waiting, None] = OrderedDict()
         """In order; finding, adding and removing one takes as long among ten thousand as among two."""
         self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
@@ -91,7 +113,7 @@ class LocalQueue:
 
     @property
     def _timing(self) -> Timing:
-        return self._site.database.timing
+        return self._beside.database.timing
 
     @property
     def last_seen(self) -> tuple[LockInfo | None, float]:
@@ -109,7 +131,7 @@ class LocalQueue:
     def holder(self, info: LockInfo | None) -> None:
         self._holder = info, self._now()
 
-    def _first(self) -> Attempt | None:
+    def _first(self) -> Waiting | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
         while self._waiters:
             first = next(iter(self._waiters))
@@ -120,51 +142,51 @@ class LocalQueue:
             self._remove(first)
         return None
 
-    def _remove(self, waiter: Attempt) -> None:
+    def _remove(self, waiter: Waiting) -> None:
         _ = self._waiters.pop(waiter, None)
-        if not self._waiters and self._site.local_queues.get(self._key) is self:
-            del self._site.local_queues[self._key]
+        if not self._waiters and self._beside.get(self._key) is self:
+            del self._beside[self._key]
 
-    def add(self, waiter: Attempt, stage: Stage) -> None:
+    def add(self, waiter: Waiting, stage: Stage) -> None:
         """Add a waiter at the end; one that tried to take the key keeps its turn."""
         waiter.local_queue, waiter.seen = self, self._now()
         if waiter.stage is not stage:
             waiter.move(stage)
         _ = self._waiters.setdefault(waiter)
 
-    def until_queueing(self, waiter: Attempt) -> float:
+    def until_queueing(self, waiter: Waiting) -> float:
         """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""
-        with self._site.mutex:
+        with self._beside.mutex:
             self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
             if self._first() is not waiter:
                 return self._timing.poll_notified
             return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
-    def begin_queueing(self, waiter: Attempt) -> Stage:
+    def begin_queueing(self, waiter: Waiting) -> Stage:
         """Move the waiter to QUEUED, unless it has just been handed the key; returns its stage before."""
-        with self._site.mutex:
+        with self._beside.mutex:
             before = waiter.stage
             if before in {Stage.WAITING, Stage.OFFERED}:
                 waiter.move(Stage.QUEUED)
             return before
 
-    def begin_again(self, waiter: Attempt, over: Grant | None = None) -> None:
+    def begin_again(self, waiter: Waiting, over: Grant | None = None) -> None:
         """Wait again with a new token, as the grant or place is over; nothing changes if it was handed another grant.
 
         From then on a tenure of the old token is released by the flow that began it.
         """
-        with self._site.mutex:
+        with self._beside.mutex:
             if waiter.grant is over:
                 waiter.give_up_tokens()
                 waiter.grant, waiter.owner = None, waiter.request.new_owner()
                 waiter.move(Stage.WAITING)
 
-    def leave(self, waiter: Attempt, got: Grant | None = None) -> None:
+    def leave(self, waiter: Waiting, got: Grant | None = None) -> None:
         """Leave, with the tenure `got` or the one that was handed over, if any; else the tokens are given up.
 
         Without a tenure its place in the database's queue goes to the next, if that waits for its turn.
         """
-        with self._site.mutex:
+        with self._beside.mutex:
             if waiter.stage is Stage.OUTSIDE:  # interrupted here before
                 return
             got, was_first = got or waiter.grant, len(self._waiters) > 1 and self._first() is waiter
@@ -184,9 +206,9 @@ class LocalQueue:
             waiter.grant = got
             waiter.move(Stage.OUTSIDE)
 
-    def offer(self) -> Attempt | None:
+    def offer(self) -> Waiting | None:
         """Offer the key to the first waiter; None if there is none at stage WAITING."""
-        with self._site.mutex:
+        with self._beside.mutex:
             first = self._first()
             if first is None or first.stage is not Stage.WAITING:
                 return None
@@ -194,9 +216,9 @@ class LocalQueue:
             first.move(Stage.OFFERED)
             return first
 
-    def confirm(self, heir: Attempt, grant: Grant) -> bool:
+    def confirm(self, heir: Waiting, grant: Grant) -> bool:
         """Report a successful hand-over to the heir; False if the heir has left or has another token by now."""
-        with self._site.mutex:
+        with self._beside.mutex:
             if heir.owner != grant.tenure.owner:
                 return False
             if heir.stage in {Stage.OFFERED, Stage.QUEUED}:  # else it has read that from the database
@@ -205,9 +227,9 @@ class LocalQueue:
                 heir.wakeup.notify()
             return True
 
-    def retract(self, heir: Attempt) -> None:
+    def retract(self, heir: Waiting) -> None:
         """Report that a hand-over was certainly not executed."""
-        with self._site.mutex:
+        with self._beside.mutex:
             if heir.stage is Stage.OFFERED:
                 heir.move(Stage.WAITING)
 
@@ -217,8 +239,51 @@ class LocalQueue:
 
     def expect_no_handover(self) -> None:
         """Let the first waiter join the database's queue."""
-        with self._site.mutex:
+        with self._beside.mutex:
             self.handover_expected_until = 0.0
             first = self._first()
             if first is not None and first.stage is not Stage.TAKING:
                 first.wakeup.notify()
+
+
+class LocalQueues(dict[str, LocalQueue]):
+    """The local queues of this process for one database, by key: those that have waiters."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self.database = database
+        self.mutex = threading.RLock()
+        """Held for a few instructions; a signal handler may run between any two of them."""
+
+    def enter(self, waiter: Waiting, *, alone: bool, handover_expected: bool) -> None:
+        """Wait in the local queue of a key, or with `alone` in one without other waiters.
+
+        `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
+        """
+        key = waiter.request.key
+        with self.mutex:
+            local_queue = (None if alone else self.get(key)) or LocalQueue(key, self)
+            if handover_expected and not local_queue.handover_expected_until:
+                local_queue.expect_handover()
+            local_queue.add(waiter, Stage.WAITING)
+            if not alone:
+                self[key] = local_queue  # only now, so that an interrupt leaves no empty queue
+
+    def enter_taking(self, waiter: Waiting) -> None:
+        """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
+        key = waiter.request.key
+        if key not in self:  # without the mutex: of two at a time one is found, and the other one is alone
+            local_queue = LocalQueue(key, self)
+            local_queue.add(waiter, Stage.TAKING)
+            _ = self.setdefault(key, local_queue)
+
+    def freed(self, key: str) -> None:
+        """Record that a flow of this process released the key to the database: no offer follows."""
+        local_queue = self.get(key)
+        if local_queue is not None:
+            local_queue.expect_no_handover()
+
+    def leave_to_parent(self) -> None:
+        """Empty them in a forked child: the waiters are the parent's, and so may be the mutex."""
+        self.mutex = threading.RLock()
+        self.clear()

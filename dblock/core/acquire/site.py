@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from dblock.core.acquire.local_queue import LocalQueue, Stage
+from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol import queue
 from dblock.core.protocol.sending import Database
@@ -20,7 +19,6 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.waiting import Attempt
     from dblock.core.wakeup.local_socket import LocalSockets
 
 CONTENDED: Final = 1000
@@ -35,10 +33,7 @@ class Site:
     def __init__(self, database: Database, wakeups: Wakeups, sockets: Callable[[], LocalSockets]) -> None:
         self.database = database
         self.wakeups = wakeups
-        self.mutex = threading.RLock()
-        """Of the local queues. Held for a few instructions; a signal handler may run between any two of them."""
-        self.local_queues: dict[str, LocalQueue] = {}
-        """By key, those that have waiters."""
+        self.local_queues = LocalQueues(database)
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self.trying: dict[str, WeakKeyDictionary[Wakeup, None]] = {}
@@ -54,31 +49,9 @@ class Site:
         """The sockets by which flows of this process are notified; made when first needed."""
         return self._sockets()
 
-    def enter(self, waiter: Attempt, *, alone: bool, handover_expected: bool) -> None:
-        """Wait in the local queue of a key, or with `alone` in one without other waiters.
-
-        `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
-        """
-        key = waiter.request.key
-        with self.mutex:
-            local_queue = (None if alone else self.local_queues.get(key)) or LocalQueue(key, self)
-            if handover_expected and not local_queue.handover_expected_until:
-                local_queue.expect_handover()
-            local_queue.add(waiter, Stage.WAITING)
-            if not alone:
-                self.local_queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
-
-    def enter_taking(self, waiter: Attempt) -> None:
-        """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
-        key = waiter.request.key
-        if key not in self.local_queues:  # without the mutex: of two at a time one is found, and the other one is alone
-            local_queue = LocalQueue(key, self)
-            local_queue.add(waiter, Stage.TAKING)
-            _ = self.local_queues.setdefault(key, local_queue)
-
     def begin_trying(self, key: str, wakeup: Wakeup) -> None:
         """A flow tries to get a permit; it is notified when it is the first of those that try."""
-        with self.mutex:
+        with self.local_queues.mutex:
             self.trying.setdefault(key, WeakKeyDictionary())[wakeup] = None
 
     def is_first_trying(self, key: str, wakeup: Wakeup) -> bool:
@@ -87,7 +60,7 @@ class Site:
 
     def end_trying(self, key: str, wakeup: Wakeup) -> None:
         """It has a permit, or joins the queue now."""
-        with self.mutex:
+        with self.local_queues.mutex:
             line = self.trying.get(key, WeakKeyDictionary())
             _ = line.pop(wakeup, None)
             if (first := next(iter(line), None)) is not None:
@@ -110,16 +83,9 @@ class Site:
                 yield from queue.call(self.database, channel.partition(".")[0], message)
         return here
 
-    def freed(self, key: str) -> None:
-        """Record that a flow of this process released the key to the database: no offer follows."""
-        local_queue = self.local_queues.get(key)
-        if local_queue is not None:
-            local_queue.expect_no_handover()
-
     def leave_to_parent(self) -> None:
-        """Empty the local queues in a forked child: the waiters are the parent's, and so may be the mutex."""
-        self.mutex = threading.RLock()
-        self.local_queues.clear()
+        """Keep no waiter in a forked child: they are the parent's."""
+        self.local_queues.leave_to_parent()
         self.trying.clear()
         self.database.latency.leave_to_parent()
 

@@ -152,7 +152,7 @@ class Attempt:
         self.waiting_since = site.database.now()
         self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         self.slow_wait.begin(self.waiting_since)
-        site.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
+        site.local_queues.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
         if holder is not None:
             self.local_queue.holder = holder
 

@@ -93,7 +93,7 @@ class BaseLock:
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
         if hold.kind != self._kind or hold.reading > self._reading:
-            raise failures.must_not_enter(self, hold)
+            raise failures.must_not_enter(self._key, self._kind, hold)
 
     # -- what a face provides
 
@@ -329,7 +329,7 @@ class BaseLock:
         return hold
 
     def _forked(self) -> LockNotHeld:
-        return failures.forked(self)
+        return failures.forked(self._key, self.forked_from)
 
     def _not_held(self, verb: str) -> LockNotHeld:
         return failures.not_held(self._key, verb)

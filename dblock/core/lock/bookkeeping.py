@@ -131,4 +131,4 @@ def site_of(hold: Hold) -> Site:
 
 def freed(hold: Hold) -> None:
     """Record that the key was released to the database, not handed to a flow of this process."""
-    site_of(hold).freed(hold.tenure.key)
+    site_of(hold).local_queues.freed(hold.tenure.key)

@@ -21,9 +21,9 @@ from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold, forget
-from dblock.core.lock.failures import timed_out, waits_for_itself
 from dblock.core.lock.key_template import or_skip
 from dblock.core.lock.leaving import _release
+from dblock.core.lock.refusals import timed_out, waits_for_itself
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps, sleep

@@ -1,20 +1,17 @@
-"""The lock's errors for failures of drivers and for refusals.
+"""The lock's errors for failures of drivers, and for what a flow may not do with what it holds.
 
 Rule: the class of an error says what it means for the protocol, its text what the user can do about it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from dblock.core.acquire.shares import wrong_kind
 from dblock.core.errors import (
-    LockDeadlock,
     LockError,
     LockNotHeld,
     LockStoreError,
-    LockTimeout,
     LockUpgradeRefused,
     StaleSnapshot,
     StoreBusy,
@@ -25,16 +22,10 @@ from dblock.core.errors import (
     StoreUnreachable,
     WrongKind,
 )
-from dblock.core.protocol import epoch, tenures
+from dblock.core.holding.flow import Hold
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Failure
-
-if TYPE_CHECKING:
-    from dblock.core.acquire.request import Refused
-    from dblock.core.holding.flow import Flow, Hold
-    from dblock.core.lock.base import BaseLock
-    from dblock.core.pinned import Pinned
 
 
 class Described(Protocol):
@@ -148,22 +139,12 @@ def unreachable(error: BaseException, step: Execute, *, database: str, mistake: 
     return kind(text, key=key_of(step))
 
 
-def forked(lock: BaseLock) -> LockNotHeld:
+def forked(key: str, parent: int | None) -> LockNotHeld:
     """The error for a lock object that the parent held when it forked this process."""
     return LockNotHeld(
-        f"process {lock.forked_from} held {lock.key!r} when it forked this one, and a forked child owns nothing "
-        "of its parent's: make a new db_lock(...) here",
-        key=lock.key,
-    )
-
-
-def stale_snapshot(lock: BaseLock, hold: Hold) -> StaleSnapshot:
-    """The error for guard() in a transaction that began to read before the lock was taken."""
-    return StaleSnapshot(
-        f"this transaction began to read before {lock.key!r} (fence {hold.tenure.fence}) was taken, so that it "
-        "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
-        f"before anything else in it, or use READ COMMITTED{lock._who_began()}",
-        key=lock.key,
+        f"process {parent} held {key!r} when it forked this one, and a forked child owns nothing of its parent's: make "
+        "a new db_lock(...) here",
+        key=key,
     )
 
 
@@ -176,106 +157,17 @@ def not_held(key: str, verb: str) -> LockNotHeld:
     return LockNotHeld(f"cannot {verb} {key!r}: {not_here}; a lock {where}", key=key)
 
 
-def must_not_enter(lock: BaseLock, hold: Hold) -> WrongKind | LockUpgradeRefused:
+def must_not_enter(key: str, kind: int, hold: Hold) -> WrongKind | LockUpgradeRefused:
     """The error for a flow that holds the key as another kind of lock, or as a reader, and wants to write."""
-    if hold.kind != lock._kind:
-        return wrong_kind(lock.key, hold.kind, lock._kind)
-    reads = f"this thread or task reads under {lock.key!r}, and must release that before it writes"
+    if hold.kind != kind:
+        return wrong_kind(key, hold.kind, kind)
+    reads = f"this thread or task reads under {key!r}, and must release that before it writes"
     if not hold.open_entries():
         reads = (
-            f"this thread or task has read under {lock.key!r}, and its transaction keeps that until it ends: write "
+            f"this thread or task has read under {key!r}, and its transaction keeps that until it ends: write "
             'after that, or read with release="now"'
         )
-    return LockUpgradeRefused(
-        f"{reads} (two that wait for each other's reading to end would wait for ever)", key=lock.key
-    )
-
-
-def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
-    """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
-    key, timeout = lock.key, lock._timeout
-    closed = yield from quarantined(lock, refused)
-    pinned = None if closed else (yield from _who_pins(lock, refused))
-    waited = f"within {timeout:g} s" if timeout else "at one try"
-    found, busy = refused
-    if busy is not None:
-        return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
-    holder = found if found is not None and found.state == "held" else None
-    out = "" if holder is None else (yield from _permits_held(lock))
-    advice = WAIT_LONGER
-    if closed:
-        who = f"the database server was {closed}, since it may lack the latest tenures"
-        advice = "wait longer with timeout="
-    elif pinned is not None:
-        who = f"nobody holds it, but a transaction guards it or has locked its row: {'; '.join(pinned.told())}"
-        advice = "the lease is over, and no timeout= outlasts that"
-    elif found is None:
-        who = "others were faster each time it was free"
-    elif holder is None:
-        who = "nobody holds it, but somebody's transaction guards it or has locked its row"
-    elif holder.waits:
-        who = f"{out or 'others hold it'}, and before this one comes {holder}"
-    elif holder.owner == "":
-        who = f"it was held by {holder}"
-    elif out:
-        who = f"{out}, one of them by {holder}"
-    else:
-        who, mine = f"it is held by {holder}", lock._hold_here()
-        if mine is not None and mine.tenure.owner == holder.owner:
-            who = "this very thread or task holds it, and reentrant=False does not let it enter twice"
-            advice = "release it first"
-    return LockTimeout(
-        f"could not acquire {key!r} {waited}: {who}; {advice}",
-        key=key,
-        holder=None if holder is None else holder.masked(),
-        pinned=pinned,
-    )
-
-
-def _permits_held(lock: BaseLock) -> Steps[str]:
-    """How many permits of the lock's semaphore are held, for a message; empty for fewer than two, or no answer."""
-    if lock._semaphore is not None:
-        database = lock._store().database
-        with contextlib.suppress(LockError):
-            held = yield from lock._semaphore._in_use(database.now() + database.timing.pinned_answer)
-            return f"{len(held)} permits are held" if len(held) > 1 else ""
-    return ""
-
-
-def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
-    """What is to be said of a key that is closed since a failover; empty for any other key."""
-    found, busy = refused
-    if busy is not None or (found is not None and found.state == "held"):
-        return ""
-    database = lock._store().database
-    seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
-    if not seconds:
-        return ""
-    return str(epoch.Quarantine(database.now() - database.epoch.since, seconds))
-
-
-def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
-    """The transaction that pins the key, if it has no holder; None if there is none, or no answer in time."""
-    held = refused.holder is not None and refused.holder.state == "held"
-    if tenures.find_pins is None or refused.busy is not None or held:
-        return None
-    database = lock._store().database
-    until = database.now() + database.timing.pinned_answer
-    with contextlib.suppress(LockError):
-        return (yield from tenures.find_pins(database, [lock._key], until)).get(lock._key)
-    return None
-
-
-def waits_for_itself(lock: BaseLock, flow: Flow) -> LockDeadlock:
-    """The error for a flow that would wait without end for a key that it holds itself."""
-    who = "{host} pid {pid}, {thread}".format_map(flow.who)
-    return LockDeadlock(
-        f"deadlock: {who} holds {lock.key!r} and would wait for it without end, since reentrant=False, or min_hold in"
-        " a transaction that keeps the key, does not let it enter twice: release the lock first, give this take a"
-        " timeout, or let both re-enter",
-        key=lock.key,
-        cycle=((lock.key, who),),
-    )
+    return LockUpgradeRefused(f"{reads} (two that wait for each other's reading to end would wait for ever)", key=key)
 
 
 def _first_line(error: BaseException) -> str:

@@ -38,8 +38,8 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy, say_late
-from dblock.core.lock.failures import timed_out
 from dblock.core.lock.locks import gives_way, of_the_end, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.refusals import timed_out
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
 from dblock.core.protocol.sending import pauses

@@ -10,7 +10,7 @@ from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
-from dblock.core.lock.failures import stale_snapshot
+from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values

@@ -105,7 +105,8 @@ from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.protocol.tenures import tenure_of
 from dblock.core.statements.base import Masked
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.registry import CHANNEL, Message
+from dblock.core.wakeup.local_socket import CHANNEL
+from dblock.core.wakeup.registry import Message
 
 DRIFT: Final = 100
 """In so many times the rest of a lease, the database's clock and the local one drift apart by less than its margin

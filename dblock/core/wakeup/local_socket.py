@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import secrets
 import socket
 import threading
@@ -26,8 +27,10 @@ from typing import Final
 from weakref import WeakSet
 
 from dblock.core.machine import machine
-from dblock.core.wakeup.registry import CHANNEL
 
+CHANNEL: Final = re.compile(r"dblock_[0-9a-f]{8}_[0-9a-f]{16}(\.\d{1,18})?", re.ASCII)
+"""The form of all channels. No other channel is ever notified: else a row in `lock_waiters` could choose any session,
+and on MySQL a notification ends its query."""
 _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, ticket and fence 19 digits, a proof 64."""
 _WAITING: Final = 100

@@ -10,13 +10,11 @@ import asyncio
 import re
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 from dblock.core import clock
-
-if TYPE_CHECKING:
-    from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSocket
 
 
 class Message(NamedTuple):
@@ -44,9 +42,6 @@ class Message(NamedTuple):
         return cls(key, int(ticket), int(fence), int(lasts), proof)
 
 
-CHANNEL: Final = re.compile(r"dblock_[0-9a-f]{8}_[0-9a-f]{16}(\.\d{1,18})?", re.ASCII)
-"""The form of all channels. No other channel is ever notified: else a row in `lock_waiters` could choose any session,
-and on MySQL a notification ends its query."""
 _FORM: Final = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19}) ([^ ]*) (.+)", re.ASCII | re.DOTALL)
 """The form of the text of a message."""
 
