@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import handover, waiting
-from dblock.core.acquire.local_queue import LocalQueue, Stage
+from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, Stage
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
@@ -256,7 +256,7 @@ def withdraws_blindly(patch: Callable[..., None]) -> None:
 
 def nobody_hears_of_a_release(patch: Callable[..., None]) -> None:
     """Those of the local queue are not told that the key was given back."""
-    patch(Site, "freed", lambda *_: None)
+    patch(LocalQueues, "freed", lambda *_: None)
 
 
 def does_not_ask_what_became_of_an_offer(patch: Callable[..., None]) -> None:
