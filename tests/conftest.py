@@ -115,8 +115,12 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the many tests that collect garbage need not look through it."""
     gc.enable()
+    collect()
+
+
+def collect() -> None:
+    """Collect garbage. What is there then stays: the many tests that do so need not look through it again."""
     _ = gc.collect()
     gc.freeze()
 
@@ -165,8 +169,8 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def pruned_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle connections are closed after half a second, so that no thread waits a minute for it."""
-    timed(monkeypatch, trusted_idle=0.5, idle_session=0.5)
+    """Idle connections are closed after half a second, so that no thread waits a minute for it; then threads end."""
+    timed(monkeypatch, trusted_idle=0.5, idle_session=0.5, attention=0.5, linger=0.5)
     if runtime.current.watchdog._thread is not None:
         runtime.current.watchdog.wake()
 
@@ -209,7 +213,7 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     for connection in connections.all(initialized_only=True):
         connection.close()
     if any("Unraisable" in mark.args[0] for mark in request.node.iter_markers("filterwarnings")):
-        gc.collect()  # what its drivers have to say is expected here, and not in the next test of this process
+        collect()  # what its drivers have to say is expected here, and not in the next test of this process
     assert not left, f"the test has left behind {left}"
 
 

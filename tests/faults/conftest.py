@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 
 from dblock.connections import DjangoPool
 from dblock.store import store_for
-from tests.conftest import INNODB, POOLER, ready
+from tests.conftest import INNODB, POOLER, collect, ready
 from tests.support.lab import FEW, LONG, Wired, close_django, ledger, nobody_withdraws, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
@@ -95,7 +94,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
             subject.engine.dispose()
         else:
             Actor(subject).do(subject.engine.dispose)
-            gc.collect()  # what aiomysql says about connections that were cut, it says now
+            collect()  # what aiomysql says about connections that were cut, it says now
         direct.engine.dispose()
 
 
@@ -105,7 +104,7 @@ def _collected() -> Iterator[None]:
     yield
     # What arrives for somebody who was interrupted is dropped by the thread that opens it.
     _ = until(lambda: not threads("dblock connect"))
-    gc.collect()
+    collect()
 
 
 @pytest.fixture
