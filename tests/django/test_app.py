@@ -199,7 +199,7 @@ def test_sessions_that_may_only_read(
                 pool.close_all()
                 if options == bad[0]:
                     with pytest.raises(LockStoreError, match="(?i)read.only"):
-                        db_lock("k", timeout=2).acquire()
+                        db_lock("k", timeout=0.7).acquire()
                 elif options == good[0]:
                     with db_lock("k"):
                         pass

@@ -18,8 +18,10 @@ from django.test import Client, TestCase, override_settings
 from django.urls import path
 
 from dblock import LockNotHeld, LockStoreError, LockTimeout, db_lock, observe
+from dblock.core import runtime
 from dblock.core.observing.events import Kind
-from tests.conftest import ALIASES, SERVERS, ready, run
+from tests.conftest import ALIASES, SERVERS, ready, run, timed
+from tests.support.lab import renews
 
 
 @pytest.fixture
@@ -27,6 +29,12 @@ def alias(database: str) -> Iterator[str]:
     """Each database's alias, with its connections closed afterwards."""
     yield ALIASES[database]
     connections[ALIASES[database]].close()
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On SQLite a try beside a writer, of whom each test has one, takes all of its time."""
+    timed(monkeypatch, answer_grace=0.3)
 
 
 def others_get_in(alias: str, key: str = "k") -> bool:
@@ -253,7 +261,8 @@ def test_it_is_renewed_until_then(database: str, alias: str) -> None:
     with transaction.atomic(alias):
         with db_lock("k", using=alias, ttl=2):
             pass
-        time.sleep(2.4)
+        [hold] = runtime.current.watchdog._holds
+        assert renews(hold, soon=False)
         assert not others_get_in(alias)
     assert others_get_in(alias)
 

@@ -52,7 +52,7 @@ def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: 
     """However long ago the caller's transaction began."""
     with transaction.atomic(alias), connections[alias].cursor() as cursor:
         cursor.execute("SELECT 1")
-        time.sleep(1.5)
+        time.sleep(0.8)
         lock = db_lock("k", using=alias, ttl=30)
         with lock:
             info = lock.inspect()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALIASES, DATABASES, INNODB, run
+from tests.conftest import ALIASES, DATABASES, run
 from tests.support.subjects import LONG
 
 ROOT = Path(__file__).parent.parent.parent
@@ -110,9 +110,8 @@ def tearDownModule():
 @pytest.mark.parametrize(
     ("database", "runner"),
     [
-        *((name, "pytest") for name in DATABASES if LONG or name not in INNODB),
-        ("sqlite", "django"),
-        ("postgresql", "django"),
+        *((name, "pytest") for name in (DATABASES if LONG else ["postgresql"])),
+        *((name, "django") for name in ("sqlite", "postgresql")[: 1 + LONG]),
     ],
     indirect=["database"],
 )

@@ -260,7 +260,7 @@ def disturb(shop: Shop, point: str, fault: Fault) -> None:
             worker = int(pid.read_text())
             fault(shop, sku, worker)
             buying.append(pool.submit(second.insist))
-            _ = wait(buying[1:], 2 * TTL)
+            _ = wait(buying[1:], 1.5 * TTL)
         finally:
             for file in (reached, pid):
                 file.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from dblock.core.errors import LockStoreError
+from dblock.core.latency import Latency
 from tests.contract.test_queue import waiters
 from tests.faults.conftest import EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import LONG, times, until
@@ -31,8 +32,9 @@ def far(request: pytest.FixtureRequest, wire: Wire) -> Iterator[float]:
     """The round trip, in seconds, over connections that are open."""
     distance: float = request.param
     lock = wire.subject.lock("warm", timeout=20)
-    wire.proxy.delay = distance
-    for _ in range(2):
+    for delay in (0.0, distance):
+        wire.proxy.delay = delay
+        object.__setattr__(lock._store().database, "latency", Latency())  # which is the shortest of seconds
         assert wire.actor.call(lock, "acquire")
         wire.actor.call(lock, "release")
     yield distance
@@ -57,7 +59,7 @@ def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: A
     assert wire.actor.call(wanted, "acquire") is False  # warms what a waiter needs
     assert until(lambda: waiters(wire.direct) == 0)
     known = set(wire.proxy._sockets)
-    for _ in range(4):
+    for _ in range(times(3, 4)):
         begun = time.monotonic()
         assert wire.actor.call(wanted, "acquire") is False
         took.append(time.monotonic() - begun)
@@ -75,7 +77,7 @@ def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> Non
     """Each of two that wait for a second at most gets the key when the other one gives it back."""
     near, distant = wire.direct.lock("k", timeout=1), wire.subject.lock("k", timeout=1)
     assert holder.call(near, "acquire")
-    for _ in range(3):
+    for _ in range(times(2, 3)):
         waiting = wire.actor.start(getattr(distant, wire.subject.method("acquire")))
         assert until(lambda: waiters(wire.direct) == 1)
         time.sleep(0.2)

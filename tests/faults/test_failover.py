@@ -27,7 +27,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import Galera, MariaDB, MissingServer, MySQL, PostgreSQL, find_program, running
 
 pytestmark = pytest.mark.direct
-QUARANTINE = 3.0
+QUARANTINE = 2.0
 
 
 @pytest.mark.timeout(180)
@@ -42,7 +42,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
         known.acquire()
         assert until(lambda: pair.has("known"), 30)
         pair.cut()
-        lost = {key: db_lock(old, key, ttl=ttl, renew=False) for key, ttl in (("unseen", 3.3), ("again", 5.0))}
+        lost = {key: db_lock(old, key, ttl=ttl, renew=False) for key, ttl in (("unseen", 2.2), ("again", 3.5))}
         for lock in lost.values():
             lock.acquire()
         holds = {key: hold_of(lock) for key, lock in {**lost, "known": known}.items()}
@@ -66,7 +66,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
             assert drive(tenures.why_lost(database, holds[key].tenure)) == Loss(Reason.GONE)
         for key, waiter in waiting.items():
             began, fence = waiter.result(60)
-            assert began >= begun + (5.0 if key == "again" else QUARANTINE) - 0.1
+            assert began >= begun + (3.5 if key == "again" else QUARANTINE) - 0.1
             if key in lost:
                 assert began >= holds[key].lease.trusted_until, key
                 assert fence > holds[key].tenure.fence + 2_000_000, "above all, were the old clock two seconds ahead"
@@ -87,7 +87,7 @@ def test_a_lease_by_another_clock_is_waited_out(kind: str, ended: bool) -> None:
     """The new primary has everything, so keys open at once; but by its clock the lease ends two seconds too early."""
     with pair_of(kind, synchronous=kind == "postgresql", ahead=2.4) as pair:
         old, new = (pair.engine(server, failover_quarantine=60 if ended else None) for server in pair.both)
-        held = db_lock(old, "k", ttl=10, renew=False)
+        held = db_lock(old, "k", ttl=5, renew=False)
         assert held.acquire()
         trusted = hold_of(held).lease.trusted_until
         runtime.current.watchdog.discard(hold_of(held))  # its holder is elsewhere
@@ -110,7 +110,7 @@ def test_a_token_that_was_used_just_before_a_promotion(kind: str) -> None:
     with pair_of(kind) as pair, Proxy(0, pair.primary.port) as proxy, ThreadPoolExecutor(1) as other:
         options = {"dblock_failover_quarantine": QUARANTINE}
         engine = create_engine(URLS[kind].format(proxy.port), execution_options=options)
-        with db_lock(engine, "k", ttl=6) as sent:
+        with db_lock(engine, "k", ttl=4) as sent:
             token = sent.detach()
         assert until(lambda: pair.has("k"), 30)
         pair.cut()

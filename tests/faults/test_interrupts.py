@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -360,6 +360,8 @@ CASES = [
 class Struck(NamedTuple):
     """A key that was struck."""
 
+    name: str
+    """Of its kind."""
     case: Case
     place: str
     kept: Any
@@ -380,24 +382,25 @@ def strikes(stage: Stage, case: Case) -> Iterator[Any]:
             yield Strike(places, shallow=1 if case.phase == "wait" else shallow, often=2)
 
 
-async def sweep(stage: Stage, kind: Kind) -> dict[Case, list[str]]:
-    """Interrupt it in each way, and see that nothing is left; what is, by case."""
-    struck, failed, renewed = dict[str, Struck](), defaultdict[Case, list[str]](list), set[str]()
-    await use(stage, kind, "warm", kind.make(stage, "warm"), nothing)
-    for case in CASES:
-        missed = 0
+async def sweep(stage: Stage, names: Collection[str]) -> dict[tuple[str, Case], list[str]]:
+    """Interrupt those kinds in each way, and see that nothing is left; what is, by kind and case."""
+    struck, failed, renewed = dict[str, Struck](), defaultdict[tuple[str, Case], list[str]](list), set[str]()
+    for name in names:
+        await use(stage, KINDS[name], f"{name} warm", KINDS[name].make(stage, f"{name} warm"), nothing)
+    for name, case in itertools.product(names, CASES):
+        missed, kind = 0, KINDS[name]
         for how in strikes(stage, case) if kind.stranger or not case.phase.endswith("wait") else ():
-            key = f"{case.phase} {case.life} {len(struck)}"
+            key = f"{name} {case.phase} {case.life} {len(struck)}"
             made = kind.make(stage, key)
             came = await strike(stage, kind, (key, made), how, case.phase)
-            struck[key] = Struck(case, how.place, made if case.life == "kept" else None)
+            struck[key] = Struck(name, case, how.place, made if case.life == "kept" else None)
             del made
             if case.life == "kept" and how.fired:
                 renewed |= {key} & _keys(
                     [hold.key for hold in list(runtime.current.watchdog._holds) if _is_renewed(hold)]
                 )
             if how.fired and not came:
-                failed[case].append(f"{how.place}: the interrupt was lost")
+                failed[name, case].append(f"{how.place}: the interrupt was lost")
             missed = 0 if how.fired else missed + 1
             if missed > 2 * (LONG and case.phase.endswith("wait")):  # what happens in a wait is not the same each time
                 break
@@ -406,17 +409,17 @@ async def sweep(stage: Stage, kind: Kind) -> dict[Case, list[str]]:
         await stage.pause(0.1)
         left &= _keys(stage.alive())
     left |= renewed  # also where a busy machine has lost the lease meanwhile
-    for key, (case, place, kept) in struck.items():
+    for key, (name, case, place, kept) in struck.items():
         if key in left:
-            failed[case].append(f"{place}: it is held")
+            failed[name, case].append(f"{place}: it is held")
             continue
-        began = time.monotonic()
+        began, kind = time.monotonic(), KINDS[name]
         try:
             await use(stage, kind, key, kind.make(stage, key) if kept is None else kept, nothing)
         except LockError as error:
-            failed[case].append(f"{place}: it cannot be begun again, {error!r}")
+            failed[name, case].append(f"{place}: it cannot be begun again, {error!r}")
         if (took := time.monotonic() - began) > 1:
-            failed[case].append(f"{place}: beginning it again took {took:.1f} s")
+            failed[name, case].append(f"{place}: beginning it again took {took:.1f} s")
     struck.clear()
     kept = None
     gc.collect()  # an object that is dropped is renewed no more
@@ -436,32 +439,38 @@ def _keys(rows: list[str]) -> set[str]:
     return {key.partition(SHARE)[0].removesuffix(", a") for key in rows}
 
 
-SWEPT = [(name, Subject("sqlalchemy", "sync", "sqlite")) for name in KINDS]
-SWEPT += [
-    (name, Subject("sqlalchemy", "async", "sqlite", "aiosqlite"))
-    for name in (KINDS if LONG else ("lock", "semaphore", "locks", "leader, run"))
+FILE = Subject("sqlalchemy", "sync", "sqlite"), Subject("sqlalchemy", "async", "sqlite", "aiosqlite")
+SERVED = Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")
+SWEPT: list[tuple[Subject, tuple[str, ...]]] = [
+    (FILE[0], tuple(KINDS)),
+    (FILE[1], ("lock", "semaphore", "locks", "leader, run")),
+    (SERVED[0], ("semaphore",)),
 ]
-SWEPT += [
-    (name, subject)
-    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "async", "postgresql", "asyncpg"))
-    for name in (KINDS if LONG else ("semaphore",) if subject.face == "sync" else ())
-    if not name.startswith("majority")
-]
+"""Kinds that share the wait for the end of their leases."""
+if LONG:
+    SWEPT = [
+        (subject, (name,))
+        for subject in (*FILE, *SERVED)
+        for name in KINDS
+        if subject in FILE or not name.startswith("majority")
+    ]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a block has no end of its own (see dblock.core.lock.blocks)")
-@pytest.mark.parametrize(("name", "subject"), SWEPT, ids=str)
+@pytest.mark.parametrize(
+    ("subject", "names"), SWEPT, ids=lambda given: str(given) if isinstance(given, Subject) else "; ".join(given)[:40]
+)
 def test_every_moment_of_every_kind_may_be_interrupted(
-    request: pytest.FixtureRequest, name: str, subject: Subject, tmp_path: Path
+    request: pytest.FixtureRequest, subject: Subject, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As it begins, waits and ends, of an object that is dropped or kept: the key is free a ttl later, and not slow."""
     ready(request, subject.database)
-    stage, found = Stage(subject), dict[Case, list[str]]()
-    if name.startswith("majority"):
+    stage, found = Stage(subject), dict[tuple[str, Case], list[str]]()
+    if any(name.startswith("majority") for name in names):
         stage.files(tmp_path)
 
     async def main() -> None:
-        found.update(await sweep(stage, KINDS[name]))
+        found.update(await sweep(stage, names))
 
     try:
         stage.run(main())

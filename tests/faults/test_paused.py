@@ -99,5 +99,6 @@ def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subjec
     holder.thaw()
     assert until(lambda: holder.do("len(calls)"))
     holder.do("(next := subject.lock('next', ttl=2)).acquire()")
-    time.sleep(2.4)
+    ends = subject.row("next")["expires_at"]
+    assert until(lambda: subject.row("next")["expires_at"] > ends), "it is renewed"
     assert holder.do("next.state") == "held"

@@ -27,27 +27,30 @@ from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, stranger, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
-from tests.support.lab import FEW, LONG, SYNC, Remote, alive, times, until
+from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server
 from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
 
 
+PLACE = 1.2
+"""Seconds for which a place in the queue lasts."""
+SHORT_PLACES = f"setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl={PLACE}))"
+"""The same in another process."""
 DYING = [*((each, False) for each in FEW), *((each, True) for each in (FEW if LONG else FEW[1:2]))]
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
 def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject) -> None:
     """kill -9 the holder: within ttl + 1 s."""
-    ttl = 1.5
+    ttl = 0.6
     with Remote(subject) as remote:
         remote.do(f"(lock := subject.lock('k', ttl={ttl})).acquire()")
         actor = Actor(subject)
         lock = subject.lock("k", timeout=60)
         waiting_ = actor.start(lock.acquire)
         assert until(lambda: waiters(subject) == 1)
-        time.sleep(0.3)
         remote.kill()
         killed = time.monotonic()
         assert waiting_.result(30) is True
@@ -64,13 +67,13 @@ def test_dead_waiters_are_passed_over_together(
 
     Also if their holder dies with them, whose lease ends before their places do.
     """
-    timed(monkeypatch, waiter_ttl=2.0)
+    timed(monkeypatch, waiter_ttl=PLACE)
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # an unfair flow stands alone, as if it were a process of its own
-        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=2.0))")
+        remote.do(SHORT_PLACES)
         if with_holder:
-            remote.do("(lock := subject.lock('k', ttl=1.2)).acquire()")
+            remote.do("(lock := subject.lock('k', ttl=0.8)).acquire()")
         else:
             assert holder.acquire()
         for n in range(k):
@@ -88,45 +91,44 @@ def test_dead_waiters_are_passed_over_together(
         if not with_holder:
             holder.release()
         assert waiting_.result(30) is True
-        assert time.monotonic() - released <= 2.0 + 0.5
+        assert time.monotonic() - released <= PLACE + 0.5
         actor.call(lock, "release")
         actor.close()
 
 
-MAKE = "__import__('tests.contract.test_{0}', fromlist=['*']).{0}(subject, {1}ttl=60)"
+MAKE = "({0} := __import__('tests.contract.test_{1}', fromlist=['*']).{1}(subject, {2}, ttl=60))"
 
 
-@pytest.mark.parametrize("what", ["permits", "a writer"])
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_a_dead_head_of_the_queue_delays_others_by_a_place(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_dead_head_of_the_queue_delays_others_by_a_place(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 who waits for permits, of which it has collected one, or for readers: it held the door as a waiter."""
-    timed(monkeypatch, waiter_ttl=2.0)
-    permits = what == "permits"
-    holder: Any = semaphore(subject, 2, ttl=60) if permits else rwlock(subject, ttl=60).read()
-    later: Any = semaphore(subject, 2, timeout=30) if permits else rwlock(subject, timeout=30).read()
-    assert holder.acquire()
-    actor = Actor(subject)
+    timed(monkeypatch, waiter_ttl=PLACE)
+    holders: list[Any] = [semaphore(subject, 2, "permits", ttl=60), rwlock(subject, "pages", ttl=60).read()]
+    later: list[Any] = [semaphore(subject, 2, "permits", timeout=30), rwlock(subject, "pages", timeout=30).read()]
+    for holder in holders:
+        assert holder.acquire()
+    actors = [Actor(subject) for _ in later]
     with Remote(subject) as remote:
-        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=2.0))")
-        make = MAKE.format("semaphore", "2, ") if permits else f"{MAKE.format('rwlock', '')}.write()"
-        target = f"lambda: waits.acquire(timeout=60{', n=2' if permits else ''})"
-        remote.do(f"(waits := {make})")
-        remote.do(f"__import__('threading').Thread(target={target}, daemon=True).start()")
-        assert until(lambda: alive(subject) == 2 + permits), "the holder, the door, and what was collected"
-        time.sleep(3)  # for longer than a place lasts
-        assert alive(subject) == 2 + permits
-        entering = actor.start(later.acquire)
+        remote.do(SHORT_PLACES)
+        remote.do(MAKE.format("collects", "semaphore", "2, 'permits'"))
+        remote.do(MAKE.format("pages", "rwlock", "'pages'"))
+        for target in ("collects.acquire(timeout=60, n=2)", "pages.write().acquire(timeout=60)"):
+            remote.do(f"__import__('threading').Thread(target=lambda: {target}, daemon=True).start()")
+        assert until(lambda: alive(subject) == 5), "the holders, the doors, and what was collected"
+        time.sleep(1.5 * PLACE)
+        assert alive(subject) == 5
+        entering = [actor.start(lock.acquire) for actor, lock in zip(actors, later, strict=True)]
         time.sleep(0.3)
-        assert not entering.done()
+        assert not any(each.done() for each in entering)
         remote.kill()
         killed = time.monotonic()
-        assert entering.result(30) is True
-        assert time.monotonic() - killed <= 2.0 + 0.5
-    actor.call(later, "release")
-    actor.close()
-    holder.release()
+        assert [each.result(30) for each in entering] == [True, True]
+        assert time.monotonic() - killed <= PLACE + 0.5
+    for actor, lock in zip(actors, later, strict=True):
+        actor.call(lock, "release")
+        actor.close()
+    for holder in holders:
+        holder.release()
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.database != "sqlite"], indirect=True, ids=str)
@@ -243,10 +245,9 @@ def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
         import signal
 
         server.stop(signal.SIGTERM if how == "in order" else signal.SIGKILL)
-        time.sleep(0.5)
+        time.sleep(0.3)
         server.start()
-        time.sleep(1.5)
-        assert holder.state != "lost"
+        assert renews(hold_of(holder))
         assert order == []
     assert holder.verify()
     holder.release()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 import pytest
 
@@ -79,13 +79,18 @@ def test_a_process_that_ends_leaves_no_place_that_was_served(subject: Subject) -
 
 FORKS = """
 import asyncio, os, signal, time
+from pathlib import Path
 import dblock
 parent = os.getpid()
+reads, writes = os.pipe()
 
 def fork(*_):
     if os.fork() == 0:
-        time.sleep(1.2)  # its parent has been granted the key
+        os.close(writes)
+        os.read(reads, 1)  # its parent has been granted the key
         LEAVE
+    else:
+        Path("FORKED").touch()
 
 lock = subject.lock("k", timeout=20)
 """
@@ -98,16 +103,17 @@ except dblock.LockNotHeld:
     assert os.getpid() != parent
     os._exit(0)
 assert os.getpid() == parent, "two holders"
-time.sleep(1.5)
+os.write(writes, b"x")
+os.wait()
 assert lock.verify()
 lock.release()
-os.wait()
 """
 IN_A_TASK = """
 async def wait():
     assert await getattr(lock, subject.method("acquire"))()
     assert os.getpid() == parent, "two holders"
-    await asyncio.sleep(1.5)
+    os.write(writes, b"x")
+    await asyncio.sleep(0.8)  # the child, which has the same selector, takes seconds for its end
     assert await getattr(lock, subject.method("verify"))()
     await getattr(lock, subject.method("release"))()
 
@@ -122,15 +128,14 @@ asyncio.run(main())
 """
 
 
-def forked(subject: Subject, body: str) -> None:
-    """Let another process fork while it waits for what we hold."""
+def forked(subject: Subject, body: str, made: Path) -> None:
+    """Let another process fork while it waits for what we hold; it makes the file when it has done so."""
     holds = Subject(subject.variant, "sync", subject.database)
     holder = holds.lock("k", ttl=60)
     assert holder.acquire()
     with ThreadPoolExecutor(1) as pool:
-        ends = pool.submit(process, subject, body)
-        assert until(lambda: waiters(subject) == 1, 20)
-        time.sleep(0.6)
+        ends = pool.submit(process, subject, body.replace("FORKED", str(made)))
+        assert until(lambda: (waiters(subject) == 1 and made.exists()) or ends.done(), 20)
         holder.release()
         _ = ends.result(30)
     assert subject.row("k")["owner"] is None
@@ -141,9 +146,9 @@ def forked(subject: Subject, body: str) -> None:
 @pytest.mark.parametrize(
     ("subject", "leave"), [*((each, "sys.exit(0)") for each in PAIR), (FEW[1], "pass")], indirect=["subject"], ids=str
 )
-def test_a_fork_while_a_thread_waits(subject: Subject, leave: str) -> None:
+def test_a_fork_while_a_thread_waits(subject: Subject, leave: str, tmp_path: Path) -> None:
     """The child gives nothing back that its parent was granted, and does not get it either, however it goes on."""
-    forked(subject, FORKS.replace("LEAVE", leave) + IN_A_THREAD)
+    forked(subject, FORKS.replace("LEAVE", leave) + IN_A_THREAD, tmp_path / "forked")
 
 
 IN_A_STATEMENT = """
@@ -184,13 +189,13 @@ def test_a_fork_in_the_middle_of_a_statement(subject: Subject) -> None:
     indirect=True,
     ids=str,
 )
-def test_a_fork_while_a_task_waits(subject: Subject) -> None:
+def test_a_fork_while_a_task_waits(subject: Subject, tmp_path: Path) -> None:
     """Its event loop cancels the task in the child as well. (Drivers with threads keep a child from ending.)
 
     From Python 3.14 on the child's event loop catches SystemExit, and runs on: it `is not the running loop` any more.
     """
     leave = "sys.exit(0)" if sys.version_info < (3, 14) else "os._exit(0)"
-    forked(subject, FORKS.replace("LEAVE", leave) + IN_A_TASK)
+    forked(subject, FORKS.replace("LEAVE", leave) + IN_A_TASK, tmp_path / "forked")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,9 @@ if __name__ == "__main__":
     worker.start()
     result = results.get(timeout=10)
     worker.join()
-    time.sleep(2.4)
+    ends = subject.row("k")["expires_at"]
+    while subject.row("k")["expires_at"] == ends and lock.state != "lost":
+        time.sleep(0.01)  # it is renewed once more
     row = subject.row("own")
     print([result, worker.exitcode, lock.state, lock.verify(), lock.fence == fence, row["owner"]])
     lock.release()
@@ -274,7 +281,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("method", "subject"), FAMILIES, indirect=["subject"], ids=str)
-def test_a_multiprocessing_child_touches_nothing_of_its_parents(subject: Subject, tmp_path: Any, method: str) -> None:
+def test_a_multiprocessing_child_touches_nothing_of_its_parents(subject: Subject, tmp_path: Path, method: str) -> None:
     """It owns, renews and releases nothing of its parent's, whose watchdog goes on; its own is released at its end."""
     program = tmp_path / "family.py"
     body = CHILDREN.format(method=method, variant=subject.variant, database=subject.database)
@@ -307,8 +314,10 @@ if not pid:
     time.sleep(0.2)
     sys.exit(0)
 _, status = os.waitpid(pid, 0)
-same = {**subject.row('k'), 'expires_at': 0} == {**before, 'expires_at': 0}
-time.sleep(2.2)
+after = subject.row('k')
+same = {**after, 'expires_at': 0} == {**before, 'expires_at': 0}
+while subject.row('k')['expires_at'] == after['expires_at'] and lock.state != 'lost':
+    time.sleep(0.01)  # it is renewed once more
 print(status, same, lock.state, lock.verify(), subject.row('k')['expires_at'] > before['expires_at'])
 lock.release()
 print(subject.row('k')['owner'])
@@ -343,7 +352,8 @@ def test_this_process_may_use_multiprocessing_itself(subject: Subject) -> None:
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
-    time.sleep(2.2)
+    ends = subject.row("k")["expires_at"]
+    assert until(lambda: subject.row("k")["expires_at"] > ends), "it is renewed once more"
     assert until(lambda: lock.state == "held")
     assert lock.verify()
     lock.release()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -615,7 +616,7 @@ def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: st
     """The driver's own words are told, though the last of the tries may have ended with the time."""
     ready(request, name)
     engine = create_engine(make_url(url(name)).set(database="nowhere"))
-    for timeout in (0, 1.5) * 2:
+    for timeout in (0, 0.7) * 2:
         with pytest.raises(LockStoreError, match="does not exist|Unknown database") as caught:
             db_lock(engine, "k").acquire(timeout=timeout)
         assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)
@@ -938,16 +939,29 @@ def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert not any(slots.lent for slots in pool._slots)
 
 
-def _attach(database: str, token: str, begin: float) -> tuple[str, int]:
-    """In a process of its own: use the token at that moment."""
-    engine = create_engine(url(database))
+_both: list[Barrier] = []
+
+
+def _meet_at(both: Barrier) -> None:
+    _both.append(both)
+
+
+def _attach(database: str, token: str) -> tuple[str, int]:
+    """In a process of its own: use the token when the other one does. Who has the hold keeps it until both have tried.
+
+    Each has a connection by then.
+    """
+    engine, lock = create_engine(url(database)), None
     with db_lock(engine, f"warm {os.getpid()}"):
-        time.sleep(max(begin - time.time(), 0.0))
+        pass
+    [both] = _both
+    both.wait(30)
     try:
         lock = attach(engine, token)
     except LockLost as error:
         return str(error.reason), 0
-    time.sleep(1.0)
+    finally:
+        both.wait(30)
     _ = lock.verify()
     found = "held", lock.fence
     lock.release()
@@ -959,15 +973,14 @@ def test_two_processes_with_one_token(request: pytest.FixtureRequest, database: 
     """Exactly one of them gets the hold."""
     ready(request, database)
     engine = create_engine(url(database))
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
-        for number in range(4):
+    spawn = multiprocessing.get_context("spawn")
+    both = spawn.Barrier(2)
+    with ProcessPoolExecutor(2, mp_context=spawn, initializer=_meet_at, initargs=(both,)) as processes:
+        for _ in range(4):
             with db_lock(engine, "k", ttl=30) as lock:
-                fence, token, begin = lock.fence, lock.detach(), time.time() + (0.5 if number else 5.0)
-            found = list(processes.map(_attach, [database] * 2, [token] * 2, [begin] * 2))
-            assert ("held", fence) in found
-            assert {(str(Reason.USED), 0), (str(Reason.FREED), 0)} & {*found}, (
-                "freed: the other had released it already"
-            )
+                fence, token = lock.fence, lock.detach()
+            found = list(processes.map(_attach, [database] * 2, [token] * 2))
+            assert {*found} == {("held", fence), (str(Reason.USED), 0)}
     with db_lock(engine, "k", timeout=0):
         pass
     engine.dispose()

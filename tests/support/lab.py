@@ -202,6 +202,15 @@ def hold_of(lock: Any) -> Hold:
     return current_flow().holds[lock._store(), lock.key]
 
 
+def renews(hold: Hold, *, soon: bool = True, within: float = 5) -> bool:
+    """Whether the lease is renewed once more: made due now, or `soon` is false, when it is due."""
+    before = hold.lease.renewed
+    if soon:
+        hold.lease.due = 0.0
+        runtime.current.watchdog.wake()
+    return until(lambda: hold.lease.renewed > before, within)
+
+
 def ledger(database: str) -> None:
     """An empty table that guarded transactions write to."""
     run(database, "CREATE TABLE IF NOT EXISTS ledger (n bigint)")

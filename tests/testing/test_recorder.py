@@ -18,7 +18,7 @@ from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
 from tests.contract.test_semaphore import semaphore
-from tests.support.lab import PAIR_OF_FACES, SOME
+from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews
 from tests.support.subjects import Actor, Subject
 
 
@@ -134,7 +134,7 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
         actor.call(lock, "release")
     other = subject.lock("k", ttl=2)
     assert actor.call(other, "acquire")
-    time.sleep(2.4)
+    assert renews(actor.do(lambda: hold_of(other)), soon=False)
     assert actor.call(other, "verify")
     actor.call(other, "release")
     assert "_send" not in vars(runtime.current.watchdog)
