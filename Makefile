@@ -68,7 +68,7 @@ faults: docs ## Kills, cuts, pauses and races in the numbers that the contract a
 	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/servers/test_listener.py tests/servers/test_pooler.py \
 	    tests/servers/test_sessions.py tests/servers/test_fork.py tests/core/test_small_worlds.py tests/core/test_sharing_worlds.py tests/statements/test_texts.py \
 	    tests/django/test_inspector.py tests/django/test_users_suites.py tests/testing/test_recorder.py \
-	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py tests/browser/test_documentation.py $(ARGS)
+	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py tests/browser/test_documentation.py tests/project/test_recipes.py $(ARGS)
 
 product: ## The contract in every cell: each test on each database, face and driver, whatever it is about
 	@sh scripts/setup test

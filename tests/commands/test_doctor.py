@@ -133,7 +133,7 @@ def test_a_file_that_may_not_be_written(sqlite: Path) -> None:
 @pytest.mark.direct
 def test_a_stranger_who_has_locked_the_table(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anybody asks why locks time out, with the page that has the SQL to find and end it."""
-    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 1.0)  # which waits for a second at least
+    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 0.4)  # which waits for a second at least
     lock = {"sqlite": "BEGIN EXCLUSIVE", "postgresql": "LOCK TABLE locks IN SHARE MODE"}.get(
         database, "LOCK TABLES locks READ"
     )
@@ -300,7 +300,7 @@ def test_a_holder_that_has_died(database: str) -> None:
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_ddl_behind_a_guard(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While an ALTER waits for a guarded transaction, and all else for the ALTER, the SQL of the page ends it."""
-    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 1.0)  # which waits for a second at least
+    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 0.4)  # which waits for a second at least
     kind, end = (
         ("postgresql", "SELECT pg_cancel_backend({})") if database == "postgresql" else ("mysql", "KILL QUERY {}")
     )

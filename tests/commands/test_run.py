@@ -17,10 +17,11 @@ import pytest
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import DBAPIError
 
+from dblock.cli import main
 from sqlalchemy_dblock import create_tables
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import observer, ready, url
-from tests.support.lab import LONG, ROOT, until
+from tests.support.lab import LONG, ROOT, times, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
@@ -55,8 +56,12 @@ def test_its_status_is_the_commands(one: Shell) -> None:
 def test_busy(one: Shell, tmp_path: Path) -> None:
     """At once, or after a while; with another status if one was given. The command does not run."""
     with one.lock("k", label="theirs"):
-        for options, status in ((["--nb"], 75), (["--timeout", "0.3"], 75), (["-n", "-E", "9"], 9)):
-            done = one.apart("run", *options, "k", "--", "touch", f"{tmp_path}/ran")
+        for run, options, status in (
+            (one, ["--nb"], 75),
+            (one.apart, ["--timeout", "0.3"], 75),  # in this thread it would be a deadlock
+            (one, ["-n", "-E", "9"], 9),
+        ):
+            done = run("run", *options, "k", "--", "touch", f"{tmp_path}/ran")
             assert done.returncode == status
             assert '"theirs"' in done.stderr
     assert not (tmp_path / "ran").exists()
@@ -517,37 +522,39 @@ def _rest(master: int) -> bytes:
     return seen
 
 
+PODS = times(3, 5)
+"""As many start at once."""
+
+
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"] if LONG else ["postgresql"])
 def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
-    """Five pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
+    """Pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
     settings = _new_site(request, tmp_path, database)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DJANGO_SETTINGS_MODULE": settings}
     log = tmp_path / "log"
-    job = f"import time; open({str(log)!r}, 'a').write('in '); time.sleep(0.05); open({str(log)!r}, 'a').write('out ')"
-    migrate = f'{sys.executable} -m django migrate -v 0 && {sys.executable} -c "{job}"'
+    migrate = f"{sys.executable} -m django migrate -v 0 && printf 'in ' >>{log} && sleep 0.05 && printf 'out ' >>{log}"
     argv = [sys.executable, "-m", "django", "dblock", "run", "--create-tables", "migrate", "--", "sh", "-c", migrate]
     pods = [
         subprocess.Popen(
             argv, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for _ in range(5)
+        for _ in range(PODS)
     ]
     told = [pod.communicate(timeout=55)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0] * 5, told
-    assert log.read_text() == "in out " * 5
+    assert [pod.returncode for pod in pods] == [0] * PODS, told
+    assert log.read_text() == "in out " * PODS
 
 
 @pytest.mark.parametrize("missing", ["TABLE lock_waiters", "TABLE lock_epoch", "INDEX locks_pin ON locks"])
-def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, missing: str) -> None:
+def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_path: Path, missing: str) -> None:
     """MariaDB shows them one by one, and their indexes after them: the lock is not taken before all are there."""
     address = _new_database(request, "mariadb")
     engine = create_engine(address)
     create_tables(engine)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"DROP {missing}")
-    argv = [sys.executable, "-m", "dblock.cli", "--url", address, "run", "--create-tables", "k", "--", "echo", "ran"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=40)
-    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert main(["--url", address, "run", "--create-tables", "k", "--", "touch", f"{tmp_path}/ran"]) == 0
+    assert (tmp_path / "ran").exists()
     with engine.connect() as connection, pytest.raises(DBAPIError, match="[Ee]xists|Duplicate"):
         connection.exec_driver_sql(f"CREATE {missing} (lock_key{'' if 'INDEX' in missing else ' int'})")
     engine.dispose()
@@ -581,10 +588,10 @@ def test_the_recipe_for_alembic(request: pytest.FixtureRequest, tmp_path: Path, 
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for _ in range(5)
+        for _ in range(PODS)
     ]
     told = [pod.communicate(timeout=55)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0] * 5, told
+    assert [pod.returncode for pod in pods] == [0] * PODS, told
 
 
 def _new_database(request: pytest.FixtureRequest, database: str) -> str:
@@ -616,13 +623,13 @@ def test_it_reads_or_writes(one: Shell, tmp_path: Path) -> None:
     """--shared runs beside others of its kind, --write alone."""
     reading = one.start("run", "--shared", "k", "--", "sh", "-c", f"touch {tmp_path}/reads; read _; exit 3")
     assert until((tmp_path / "reads").exists, 30)
-    assert one.apart("run", "-n", "--shared", "k", "--", "true").returncode == 0
-    assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 75
-    wrong = one.apart("run", "-n", "k", "--", "true")
+    assert one("run", "-n", "--shared", "k", "--", "true").returncode == 0
+    assert one("run", "-n", "--write", "k", "--", "true").returncode == 75
+    wrong = one("run", "-n", "k", "--", "true")
     assert (wrong.returncode, "'k' is the key of a read-write lock" in wrong.stderr) == (2, True), wrong.stderr
     _ = reading.communicate("\n", timeout=30)
     assert reading.returncode == 3
-    assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 0
+    assert one("run", "-n", "--write", "k", "--", "true").returncode == 0
 
 
 def test_it_holds_a_permit(one: Shell, tmp_path: Path) -> None:
@@ -630,8 +637,8 @@ def test_it_holds_a_permit(one: Shell, tmp_path: Path) -> None:
     script = f"echo $DBLOCK_SLOT; touch {tmp_path}/$0; read _"
     holders = [one.start("run", "--permits", "2", "k", "--", "sh", "-c", script, f"n{number}") for number in range(2)]
     assert until(lambda: all((tmp_path / f"n{number}").exists() for number in range(2)), 30)
-    assert one.apart("run", "-n", "--permits", "2", "k", "--", "true").returncode == 75
-    assert one.apart("run", "-n", "--permits", "3", "k", "--", "true").returncode == 0
+    assert one("run", "-n", "--permits", "2", "k", "--", "true").returncode == 75
+    assert one("run", "-n", "--permits", "3", "k", "--", "true").returncode == 0
     slots = [holder.communicate("\n", timeout=30)[0] for holder in holders]
     assert sorted(slots) == ["0\n", "1\n"]
     assert [holder.returncode for holder in holders] == [0, 0]
@@ -639,16 +646,16 @@ def test_it_holds_a_permit(one: Shell, tmp_path: Path) -> None:
     assert two.stdout == "0\n0\n", "a line for each of several keys"
     inner = one.argv("run", "inner", "--", "sh", "-c", "echo ${DBLOCK_SLOT-none}")
     assert one.apart("run", "--permits", "1", "k", "--", *inner).stdout == "none\n", "that of an outer run is not ours"
-    assert one.apart("run", "-n", "--permits", "1", "k", "--", "true").returncode == 0
+    assert one("run", "-n", "--permits", "1", "k", "--", "true").returncode == 0
 
 
 def test_options_go_before_the_keys(one: Shell) -> None:
     """The error for those behind several keys says so; one for an option that does not exist names that."""
     for option in ("--shared", "--ttl=5"):
-        wrong = one.apart("run", "a", "b", option, "--", "true")
+        wrong = one("run", "a", "b", option, "--", "true")
         assert wrong.returncode == 2
         assert "options go before the keys: run [options] KEY [KEY ...] -- CMD" in wrong.stderr
-    assert "--nosuch" in one.apart("run", "a", "b", "--nosuch", "--", "true").stderr
+    assert "--nosuch" in one("run", "a", "b", "--nosuch", "--", "true").stderr
 
 
 def test_it_holds_several_keys(one: Shell) -> None:
@@ -658,7 +665,7 @@ def test_it_holds_several_keys(one: Shell) -> None:
     fences = dict(one.run("SELECT lock_key, fence FROM locks"))
     assert done.stdout.split() == ["b", "a", str(max(fences.values())), "2"]
     with one.lock("a", label="theirs"):
-        busy = one.apart("run", "-n", "b", "a", "--", "true")
+        busy = one("run", "-n", "b", "a", "--", "true")
     assert busy.returncode == 75
     assert "'a' is held by" in busy.stderr
     assert free(one, "b")

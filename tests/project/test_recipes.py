@@ -22,7 +22,7 @@ from sqlalchemy import create_engine, text
 from dblock.core.statements import DIALECTS
 from sqlalchemy_dblock import db_lock
 from tests.conftest import DATABASES, ready, url
-from tests.support.lab import until
+from tests.support.lab import LONG, until
 from tests.support.pages import ROOT, block
 from tests.support.servers import Redis, free_port, running
 
@@ -105,7 +105,7 @@ async def hold():
 """
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"])
 def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
     """Requests for one key take turns, a busy one is answered 503, and a stopped server leaves nothing held."""
     ready(request, database)
@@ -131,7 +131,7 @@ def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) 
     assert held(address) == []
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", DATABASES if LONG else ["sqlite"])
 def test_a_synchronous_dependency(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
     """Entered in one thread of the pool and left in another; the endpoint sees the hold."""
     ready(request, database)
@@ -244,7 +244,7 @@ def keep():
 """
 
 
-@pytest.mark.parametrize("hook", [True, False])
+@pytest.mark.parametrize("hook", [True, False] if LONG else [True])
 def test_celery(tmp_path: Path, hook: bool) -> None:
     """What a child of the prefork pool holds when it is told to stop: with the hook it is free at once."""
     path = migrated(tmp_path)

@@ -19,7 +19,7 @@ from sqlalchemy_dblock import db_lock, metadata
 from tests.support.lab import ROOT, until
 from tests.support.servers import Galera, MissingServer, running
 
-SECONDS = 4.0
+SECONDS = 2.0
 STRANGERS = """
 import fcntl, json, sys, time
 from sqlalchemy import create_engine
@@ -122,7 +122,7 @@ def test_without_a_majority_nobody_gets_a_key(nodes: list[str]) -> None:
             return [connection.execute(status).one()[1] == "ON" for connection in (first, second)]
 
         before = provide(first, "evs.suspect_timeout=PT0.7S"), provide(second, "evs.suspect_timeout=PT0.7S")
-        held = db_lock(one, "held", ttl=3)
+        held = db_lock(one, "held", ttl=2)
         assert held.acquire()
         with db_lock(other, "k"):  # which opens the connection that the waiter will have
             pass

@@ -234,44 +234,50 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
     subject.engine.dispose()
 
 
+STRANGE = ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"]
+"""Channels that no process of ours has."""
+
+
 @pytest.mark.direct
 @pytest.mark.parametrize("database", SERVERS)
-@pytest.mark.parametrize("channel", ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"])
-def test_only_channels_of_our_own_form_are_notified(
-    request: pytest.FixtureRequest, database: str, channel: str
-) -> None:
+def test_only_channels_of_our_own_form_are_notified(request: pytest.FixtureRequest, database: str) -> None:
     """A row in `lock_waiters` does not choose whose query is ended, or which session is notified."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
-    with victim(database, channel) as disturbed:
-        with subject.lock("k"):
-            subject.run(
-                "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program,"
-                " celery_task_id, channel, joined_at, expires_at) SELECT 'x', 'k', last_ticket + 1, 9, '', '', 1, '',"
-                f" '', '', '{channel}', acquired_at, expires_at FROM locks"
-            )
-            subject.run("UPDATE locks SET last_ticket = last_ticket + 1")
-        assert subject.row("k")["owner"] == "x", "the key was granted to that row"
+    with victim(database) as disturbed:
+        for number, channel in enumerate(STRANGE):
+            key = f"k{number}"
+            with subject.lock(key):
+                subject.run(
+                    "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program,"
+                    f" celery_task_id, channel, joined_at, expires_at) SELECT '{key}', '{key}', last_ticket + 1, 9, '',"
+                    f" '', 1, '', '', '', '{channel}', acquired_at, expires_at FROM locks WHERE lock_key = '{key}'"
+                )
+                subject.run("UPDATE locks SET last_ticket = last_ticket + 1 WHERE lock_key = :key", key=key)
+            assert subject.row(key)["owner"] == key, "the key was granted to that row"
         assert not disturbed()
     subject.engine.dispose()
 
 
 @contextmanager
-def victim(database: str, channel: str) -> Iterator[Callable[[], bool]]:
-    """A session of the releaser's user that answers to a channel; whether it has been disturbed."""
+def victim(database: str) -> Iterator[Callable[[], bool]]:
+    """A session of the releaser's user that answers to strange channels; whether it has been disturbed."""
     with observer(database).connect() as connection:
         if database == "postgresql":
-            _ = connection.exec_driver_sql(f'LISTEN "{channel}"')
+            for channel in STRANGE:
+                _ = connection.exec_driver_sql(f'LISTEN "{channel}"')
             connection.commit()
             driver: Any = connection.connection.driver_connection
             yield lambda: bool(list(driver.notifies(timeout=0.3)))
             return
-        [(mine,)] = connection.exec_driver_sql(f"SELECT GET_LOCK('{channel}', 5)").all()
-        assert mine == 1
+        for channel in STRANGE:
+            [(mine,)] = connection.exec_driver_sql(f"SELECT GET_LOCK('{channel}', 5)").all()
+            assert mine == 1
         with ThreadPoolExecutor(1) as thread:
-            asleep = thread.submit(lambda: connection.exec_driver_sql("SELECT SLEEP(0.7)").all())
+            asleep = thread.submit(lambda: connection.exec_driver_sql("SELECT SLEEP(1)").all())
             yield lambda: asleep.result(20) != [(0,)]
-        _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{channel}')")
+        for channel in STRANGE:
+            _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{channel}')")
 
 
 def slow(database: str) -> object:

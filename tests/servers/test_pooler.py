@@ -31,6 +31,7 @@ def missing() -> bool:
 
 
 FEW = "postgresql and not (django and async) and not async-postgresql-psycopg and not session"
+QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it_asked_for'}"
 """The drivers' own threads and tasks are no business of a pooler's, nor is who begins a connection's transaction."""
 
 
@@ -40,8 +41,7 @@ FEW = "postgresql and not (django and async) and not async-postgresql-psycopg an
 @pytest.mark.parametrize(
     ("which", "least"),
     [
-        (("-k", FEW, "tests/contract/test_queue.py"), 25),
-        (("-k", "crowd_uses", "tests/sqlalchemy/test_engines.py"), 2),
+        (("-k", f"({QUEUE}) or crowd_uses", "tests/contract/test_queue.py", "tests/sqlalchemy/test_engines.py"), 26),
         *([(("-k", FEW, "tests/contract/test_guard.py"), 50)] if LONG else []),
     ],
 )

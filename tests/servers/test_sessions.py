@@ -61,7 +61,7 @@ def test_a_process_that_turns_quiet_keeps_one_session(
 ) -> None:
     """A crowd that holds and waits needs several; a while after the last of it one is left, and no thread."""
     ready(request, subject.database)
-    timed(monkeypatch, idle_session=1.5, trusted_idle=1.0)
+    timed(monkeypatch, idle_session=0.8, trusted_idle=0.8, attention=0.5, linger=0.5)
 
     def found() -> set[Any]:
         return {session for (session,) in run(subject.database, SESSIONS[subject.database])}
@@ -95,7 +95,7 @@ def test_a_process_that_turns_quiet_keeps_one_session(
 def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gets the key, so that there is nothing to watch: the connections are closed all the same."""
     ready(request, "postgresql")
-    timed(monkeypatch, idle_session=0.3, trusted_idle=0.3)
+    timed(monkeypatch, idle_session=0.3, trusted_idle=0.3, attention=0.5, linger=0.5)
     run("postgresql", STRANGER["postgresql"])
     subject = Subject("sqlalchemy", "sync", "postgresql")
     actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._store()._source
