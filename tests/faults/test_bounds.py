@@ -664,7 +664,7 @@ def test_connections_that_the_network_has_forgotten(
         start = time.monotonic()
         try:
             wire.actor.call(lock, "release")
-        except StoreConflict:  # the same
+        except StoreUnreachable:  # the same
             expire(wire.direct)
             return math.inf, math.inf
         return took, time.monotonic() - start
