@@ -124,7 +124,7 @@ def lease(sheet: Sheet) -> None:
     """From the take to the take by the next one."""
     for y, name in ((110, "holder"), (190, "its lease"), (310, "waiter")):
         sheet.text(20, y + 5, name, bold=True)
-    sheet.moment(130, 60, 330, "take")
+    sheet.moment(130, 60, 330, "acquire")
     sheet.moment(580, 60, 330, "")
     sheet.text(576, 52, "trust ends", anchor="end", size=13, colour="soft")
     sheet.moment(610, 60, 330, "")
@@ -139,7 +139,7 @@ def lease(sheet: Sheet) -> None:
             sheet.text(begin, 82, "renewal", anchor="middle", size=12, colour="soft")
     sheet.text(250, 156, "ttl", anchor="middle", size=12, colour="soft")
     sheet.box(230, 292, 380, 36, "waits in the queue, up to its timeout", kind="waiter")
-    sheet.box(610, 292, 130, 36, "new tenure", kind="good")
+    sheet.box(610, 292, 130, 36, "new holder", kind="good")
     sheet.text(675, 348, "a higher fence", anchor="middle", size=12, colour="soft")
     sheet.text(
         130, 372,
@@ -160,10 +160,10 @@ def contended(sheet: Sheet) -> None:
     a, locks, waiters, b = 100, 310, 490, 670
     _lanes(sheet, [(a, "holder A", "holder"), (locks, "locks", "plain"), (waiters, "lock_waiters", "plain"),
                    (b, "waiter B", "waiter")], 500)  # fmt: skip
-    sheet.arrow(a, 100, locks, 100, "take: it is free")
+    sheet.arrow(a, 100, locks, 100, "acquire: it is free")
     sheet.arrow(locks, 122, a, 122, "1 row, fence 7", colour="soft", dashed=True)
-    sheet.arrow(b, 160, locks, 160, "take: it is held")
-    sheet.arrow(locks, 182, b, 182, "0 rows: nothing was written, no row lock taken", colour="soft", dashed=True)
+    sheet.arrow(b, 160, locks, 160, "acquire: it is held")
+    sheet.arrow(locks, 182, b, 182, "0 rows: nothing was written, no row locked", colour="soft", dashed=True)
     sheet.arrow(b, 222, waiters, 222, "join: ticket 1")
     sheet.box(b - 70, 240, 140, 110, "sleeps;\na heartbeat\nkeeps its place", kind="waiter", size=13)
     sheet.box(a - 70, 140, 140, 190, "at work;\nthe watchdog\nrenews", kind="holder", size=13)
@@ -173,7 +173,7 @@ def contended(sheet: Sheet) -> None:
     sheet.box(b - 70, 430, 140, 50, "at work", kind="good", size=13)
     sheet.text(
         20, 528,
-        "A take that fails changes nothing, so that losers do not slow the holder down.\n"
+        "An acquire that fails changes nothing, so that losers do not slow the holder down.\n"
         "A message that is lost costs time: B polls now and then, and believes only the row.",
         size=13, colour="soft",
     )  # fmt: skip
@@ -236,11 +236,11 @@ def guard(sheet: Sheet) -> None:
         sheet.box(110, top + 52, 290, 28, "ttl", kind="holder", size=13)
         if guarded:
             sheet.box(180, top + 98, 420, 30, "waits: the row is pinned by A's transaction", kind="waiter", size=13)
-            sheet.box(600, top + 98, 120, 30, "B's tenure", kind="good", size=13)
+            sheet.box(600, top + 98, 120, 30, "B holds it", kind="good", size=13)
             sheet.line(600, top + 36, 600, top + 98, colour="rule", dashed=True)
         else:
             sheet.box(180, top + 98, 220, 30, "waits", kind="waiter", size=13)
-            sheet.box(400, top + 98, 320, 30, "B's tenure, with a higher fence", kind="good", size=13)
+            sheet.box(400, top + 98, 320, 30, "B holds it, with a higher fence", kind="good", size=13)
     sheet.text(110, 242, "A's writes are committed before B begins, and A gets no error.", size=13, colour="soft")
     sheet.text(110, 492, "LockLost from a guarded block means that nothing was committed.", size=13, colour="soft")
 
@@ -270,33 +270,33 @@ def readers(sheet: Sheet) -> None:
 
 
 def choosing(sheet: Sheet) -> None:
-    """Questions on the left, from top to bottom; answers on the right."""
+    """Questions on the left, from top to bottom; answers on the right. As narrow as a phone."""
     steps = (
-        ("Can one UPDATE do it?\nleft = left - 1 WHERE left > 0", "F() with a condition", "plain"),
-        ("Must something exist once?\nan order number, a delivered hook", "unique constraint", "plain"),
-        ("Is it all on rows of one database,\nin a short transaction?", "a row lock or an\noptimistic update", "plain"),
+        ("Can one UPDATE do it?\nleft = left - 1 WHERE left > 0", "F() with\na condition", "plain"),
+        ("Must something exist once?\nan order number, a web hook", "unique\nconstraint", "plain"),
+        ("Is it all on rows of one database,\nin a short transaction?", "row lock or\noptimistic update", "plain"),
         ("Are there many pieces of work,\neach for any one worker?", "a queue of tasks", "plain"),
         ("Does a waste, but no harm,\ncome of two at once?", "db_lock", "holder"),
         ("Is all of it written in\nthe lock's own database?", "db_lock(…).atomic()\nor .begin(Session)", "good"),
     )  # fmt: skip
     for number, (question, answer, kind) in enumerate(steps):
-        y = 24 + 88 * number
-        sheet.box(40, y, 320, 58, question, kind="waiter", size=13)
-        sheet.arrow(362, y + 29, 468, y + 29, "yes")
-        sheet.box(470, y, 250, 58, answer, kind=kind, bold=True)
-        sheet.arrow(200, y + 58, 200, y + 86)
-        sheet.text(212, y + 78, "no", size=13)
-    sheet.box(40, 24 + 88 * 6, 680, 58, "db_lock, and its fence, which the other system checks; or an idempotent call",
-              kind="good", bold=True)  # fmt: skip
+        y = 10 + 78 * number
+        sheet.box(6, y, 206, 50, question, kind="waiter", size=12)
+        sheet.arrow(214, y + 25, 244, y + 25, "yes")
+        sheet.box(246, y, 148, 50, answer, kind=kind, bold=True, size=12)
+        sheet.arrow(112, y + 50, 112, y + 76)
+        sheet.text(120, y + 69, "no", size=13)
+    sheet.box(6, 10 + 78 * 6, 388, 50, "db_lock, and its fence, which the other system checks;\nor an idempotent call",
+              kind="good", bold=True, size=12)  # fmt: skip
 
 
 PICTURES: Final[dict[str, tuple[int, int, str, Callable[[Sheet], None]]]] = {
-    "lease": (760, 410, "A lease: taken, renewed, ended after its holder was killed, taken by a waiter", lease),
+    "lease": (760, 410, "A lease: acquired, renewed, ended after its holder was killed, acquired by a waiter", lease),
     "contended": (760, 566, "A contended acquire: statements between two processes and two tables", contended),
     "handover": (780, 476, "A hand-over: the row before and after, and how the next holder is woken", handover),
     "guard": (760, 512, "Two time lines: a guarded transaction delays the next holder; a late guard is refused", guard),
     "readers": (760, 372, "Readers beside each other, a writer alone, and later readers behind the writer", readers),
-    "choosing": (760, 634, "A flow chart of six questions that ends in a tool for each answer", choosing),
+    "choosing": (400, 538, "A flow chart of six questions that ends in a tool for each answer", choosing),
 }  # fmt: skip
 
 
