@@ -54,17 +54,7 @@ def elsewhere(key, function, lock):
     return found[0]
 """
 BEFORE = {
-    "case-semaphore": "def api(account, order):\n    return (account, order, call_holders())",
     "case-rate": "sent = []\nmail = sent.append",
-    "case-leader": """
-import os, time
-terms = []
-def fetch_mails(term):
-    terms.append(term)
-    time.sleep(0.01)
-    if len(terms) == 3:
-        os.kill(os.getpid(), 15)
-""",
 }
 """What an example relies on."""
 CHECKS = {
@@ -136,15 +126,6 @@ with Session() as session:
 assert [send_reset_link(to) for to in "aab"] == ["sent", "already sent", "sent"]
 assert sent == ["a", "b"]
 """,
-    "case-semaphore": """
-def call_holders():
-    return len(db_semaphore("api:acme", 3).holders())
-assert call_api("acme", 7) == ("acme", 7, 1)
-ports = []
-import_worker(lambda port: ports.append(port) or import_worker(lambda port: ports.append(port)))
-assert ports == [9000, 9001]
-""",
-    "case-leader": "main()\nassert terms == [terms[0]] * 3 and not leader.is_leader",
     "case-stampede": """
 computed = []
 def compute():
@@ -198,8 +179,8 @@ async def sold():
 asyncio.run(sold())
 """,
 }
-DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-semaphore", "case-stampede"]
-ENGINES = ["case-webhook", "case-import", "case-leader"]
+DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-stampede"]
+ENGINES = ["case-webhook", "case-import"]
 ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
 SHELL = ["start-shell", "run-commands", "runbook-look", "runbook-free", "runbook-evidence"]
 OTHERS = ["case-models", "case-migrations", "contributing", *SHELL]
@@ -453,14 +434,14 @@ def test_every_page_is_on_the_site() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    """A page has at most 2,500 words, all have 35,000; without the API, the changelog and the benchmarks."""
+    """A page has at most 2,500 words, all have 30,000; without the API, the changelog and the benchmarks."""
     without = {"README.md", "SECURITY.md", "docs/benchmarks.md", "docs/changelog.md"}
     words = {}
     for page in [*sorted({*PAGES} - without), *CHINESE]:
         told = re.sub(r"<!--.*?-->|(?<=\])\([^)]*\)", "", text(page), flags=re.DOTALL)
         words[page] = sum(bool(re.search(r"\w", word)) for word in told.split())
     assert {page: count for page, count in words.items() if count > 2_500} == {}
-    assert sum(words.values()) <= 35_000
+    assert sum(words.values()) <= 30_000
     assert all(len(text(page).splitlines()) <= 100 for page in ("README.md", "README.zh.md"))
 
 

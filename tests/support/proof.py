@@ -27,8 +27,6 @@ class Requirement(NamedTuple):
     fault: str
     result: str
     tests: tuple[str, ...]
-    how: str
-    """What the tests do; and what the long form adds."""
 
 
 REQUIREMENTS: Final = (
@@ -39,7 +37,6 @@ REQUIREMENTS: Final = (
             f"{F}paused.py::test_a_holder_that_slept_through_its_lease_cannot_commit_a_guarded_write",
             f"{F}paused.py::test_a_holder_that_sleeps_after_the_guard_keeps_everybody_out",
         ),
-        "SIGSTOP and SIGCONT of another process; long: each database with both faces",
     ),
     Requirement(
         "Release, expiry, reaping, deletion, restart, mixed",
@@ -48,13 +45,11 @@ REQUIREMENTS: Final = (
             f"{F}fences.py::test_fences_increase_through_everything",
             f"{F}fences.py::test_fences_increase_through_crashes_of_the_server",
         ),
-        "random sequences; long: 10^5 steps",
     ),
     Requirement(
         "Packets are dropped during a hold",
         "`lost` by the trust deadline, though the renewal hangs",
         (f"{F}network.py::test_a_black_hole_ends_trust_in_time",),
-        "a proxy swallows everything; long: more drivers",
     ),
     Requirement(
         "A renewal's answer is late by 0.8 ttl",
@@ -64,7 +59,6 @@ REQUIREMENTS: Final = (
             f"{F}network.py::test_an_answer_after_the_deadline_revives_nothing",
             f"{F}network.py::test_an_extend_answered_late_counts_from_its_sending",
         ),
-        "a proxy delays; long: more drivers",
     ),
     Requirement(
         "Every renewal fails for 10 ttl",
@@ -73,19 +67,16 @@ REQUIREMENTS: Final = (
             f"{F}network.py::test_a_holder_that_cannot_renew_steps_down_once",
             f"{F}refusals.py::test_renewals_refused_for_good_end_the_hold_once",
         ),
-        "a proxy refuses, or the server; long: more drivers",
     ),
     Requirement(
         "The renewal and release of an old tenure are sent again",
         "no effect",
         (f"{F}fences.py::test_what_an_earlier_tenure_said_has_no_effect_on_the_next",),
-        "the statements are replayed",
     ),
     Requirement(
         "A wrong key, owner or fence",
         "no effect",
         (f"{F}fences.py::test_wrong_names_have_no_effect", f"{F}fences.py::test_a_renewal_says_which_tenures_live"),
-        "every combination",
     ),
     Requirement(
         "Clocks of applications are wrong, or stepped",
@@ -95,19 +86,16 @@ REQUIREMENTS: Final = (
             f"{F}clocks.py::test_a_clock_that_is_stepped_changes_nothing",
             NEMESIS,
         ),
-        "Python's clocks are replaced; the nemesis uses libfaketime where it is installed",
     ),
     Requirement(
         "A take inside an old transaction",
         "expiry counts from now",
         (f"{F}clocks.py::test_a_lease_taken_in_an_old_transaction_counts_from_now",),
-        "the transaction is half a second old",
     ),
     Requirement(
         "The caller's transaction rolls back",
         "an independent lock is held on",
         (f"{F}clocks.py::test_the_callers_rollback_does_not_release",),
-        "Django's and SQLAlchemy's transactions",
     ),
     Requirement(
         "The holder is killed; the first k of 20 waiters are killed",
@@ -117,7 +105,6 @@ REQUIREMENTS: Final = (
             f"{F}queue.py::test_dead_waiters_are_passed_over_together",
             f"{F}paused.py::test_a_holder_that_dies_is_followed_within_a_ttl",
         ),
-        "SIGKILL; long: 20 waiters",
     ),
     Requirement(
         "`acquire` is cancelled, interrupted, or times out",
@@ -127,7 +114,6 @@ REQUIREMENTS: Final = (
             f"{F}races.py::test_an_acquire_that_times_out_leaves_nothing",
             f"{F}races.py::test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing",
         ),
-        "at random moments; long: 1,000",
     ),
     Requirement(
         "Release against renewal",
@@ -137,7 +123,6 @@ REQUIREMENTS: Final = (
             f"{F}races.py::test_an_async_release_against_a_renewal_wins",
             f"{F}races.py::test_a_successor_is_not_renewed_by_its_predecessor",
         ),
-        "the renewal is due at the release; long: 10,000 times",
     ),
     Requirement(
         "A connection is cut between COMMIT and its answer",
@@ -147,13 +132,11 @@ REQUIREMENTS: Final = (
             f"{F}network.py::test_a_renewal_cut_off_is_renewed_again",
             f"{F}network.py::test_a_hand_over_cut_off_is_one",
         ),
-        "a proxy cuts each statement, before and after; long: more drivers",
     ),
     Requirement(
         "100 clients take a missing row",
         "one wins; no deadlock reaches a caller",
         (f"{F}queue.py::test_a_crowd_takes_a_missing_row",),
-        "every isolation level; long: 100 clients",
     ),
     Requirement(
         "Serialization failures, deadlocks, SQLITE_BUSY",
@@ -164,25 +147,21 @@ REQUIREMENTS: Final = (
             f"{F}refusals.py::test_a_lasting_refusal_ends_in_an_error_of_ours",
             f"{F}refusals.py::test_refusals_while_waiting",
         ),
-        "injected into each statement",
     ),
     Requirement(
         "1,000 failed tries a second on PostgreSQL",
         "no WAL, no row locks",
         ("tests/servers/test_wire.py::test_losers_write_no_wal_and_lock_no_row",),
-        "the server's counters, before and after",
     ),
     Requirement(
         "1,000 leases are renewed for minutes",
         "95 % heap-only, the table stays flat, no long transaction",
         (f"{F}renewals.py::test_renewals_are_heap_only_and_the_table_stays_as_it_is",),
-        "the server's counters; long: minutes",
     ),
     Requirement(
         "PgBouncer in transaction mode",
         "the suite passes",
         ("tests/servers/test_pooler.py::test_the_short_form_of_make_pooler",),
-        "a part of the suite through PgBouncer; `make pooler`: all that concerns PostgreSQL",
     ),
     Requirement(
         "The database restarts during holds, waits and renewals",
@@ -193,25 +172,21 @@ REQUIREMENTS: Final = (
             f"{F}crash.py::test_crashes_amid_a_queue_that_moves_on",
             NEMESIS,
         ),
-        "in order, killed, and with what was not flushed lost",
     ),
     Requirement(
         "A replica that lacks the row is promoted",
         "the old holder is `lost`, later fences are higher",
         (f"{F}failover.py::test_what_a_replica_lacks_is_waited_for",),
-        "PostgreSQL and MariaDB; long: MySQL",
     ),
     Requirement(
         "The listener's connection is killed during hand-overs",
         "each arrives within the fallback interval",
         (f"{F}queue.py::test_a_listener_that_is_killed_again_and_again", f"{F}queue.py::test_no_wake_up_is_lost"),
-        "killed on the server; long: 1,000 hand-overs",
     ),
     Requirement(
         "Pauses, kills and cuts over many keys",
         "no two tenures overlap, no update is lost",
         (NEMESIS,),
-        "see below",
     ),
     Requirement(
         "Hostile keys, tokens and users",
@@ -223,13 +198,11 @@ REQUIREMENTS: Final = (
             "tests/django/test_inspector.py::test_look_ups_by_hand",
             "tests/contract/test_secrets.py::test_no_token_is_told",
         ),
-        "on each database",
     ),
     Requirement(
         "Guarded read-modify-write under every isolation level",
         "the right number, or errors",
         ("tests/contract/test_guard.py::test_no_update_is_lost", NEMESIS),
-        "4 clients, with a read before the lock",
     ),
     Requirement(
         "A stranger's lock; a server that never answers",
@@ -240,7 +213,6 @@ REQUIREMENTS: Final = (
             f"{F}bounds.py::test_a_server_that_does_not_answer",
             f"{F}bounds.py::test_a_stuck_take_keeps_no_renewal_and_no_release",
         ),
-        "locks of row, table and database; SIGSTOP and a proxy",
     ),
     Requirement(
         "Signals that raise at any moment",
@@ -250,7 +222,6 @@ REQUIREMENTS: Final = (
             f"{F}interrupts.py::test_every_moment_of_every_kind_may_be_interrupted",
             f"{F}interrupts.py::test_signals_at_random_moments_leave_nothing",
         ),
-        "at each line of the library, one after the other; long: 10,000 random moments",
     ),
     Requirement(
         "Other search_path, role, time zone, router",
@@ -260,13 +231,11 @@ REQUIREMENTS: Final = (
             "tests/django/test_connections.py::test_one_lock_whatever_the_callers_session_on_mysql",
             "tests/django/test_connections.py::test_the_routers_are_asked_once",
         ),
-        "sessions that were changed by hand",
     ),
     Requirement(
         "Read-only for three seconds",
         "waiters wait on, holders go by their clock",
         (f"{F}bounds.py::test_a_server_that_takes_no_writes_for_a_moment", NEMESIS),
-        "`default_transaction_read_only`, `read_only`",
     ),
     Requirement(
         "Galera with two writers; standbys promoted",
@@ -281,7 +250,6 @@ REQUIREMENTS: Final = (
             f"{F}clusters.py::test_patroni_dies_and_its_postgresql_lives_on",
             f"{F}nemesis.py::test_a_standby_is_promoted_again_and_again",
         ),
-        "long: nodes of Galera and MySQL are killed and cut off, Patroni is killed alone, standbys promoted under load",
     ),
     Requirement(
         "Round trips of 20 and 80 ms",
@@ -292,7 +260,6 @@ REQUIREMENTS: Final = (
             f"{F}distance.py::test_a_cancellation_leaves_nothing",
             NEMESIS,
         ),
-        "a proxy delays answers",
     ),
     Requirement(
         "Any text in any parameter",
@@ -302,7 +269,6 @@ REQUIREMENTS: Final = (
             "tests/statements/test_texts.py::test_every_text_is_stored_and_found_as_it_is",
             "tests/statements/test_texts.py::test_any_text_as_a_key",
         ),
-        "each driver and SQL mode; long: more of them",
     ),
     Requirement(
         "Idle connections are swallowed by the network",
@@ -312,7 +278,6 @@ REQUIREMENTS: Final = (
             f"{F}bounds.py::test_a_renewal_over_a_connection_that_the_network_has_forgotten",
             f"{F}network.py::test_a_listener_that_the_network_has_forgotten",
         ),
-        "a proxy forgets connections",
     ),
     Requirement(
         "A lagging standby is promoted, a backup restored, a database wiped",
@@ -324,14 +289,11 @@ REQUIREMENTS: Final = (
             f"{F}failover.py::test_a_hundred_promotions",
             f"{F}quorum.py::test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any_more",
         ),
-        "replication is cut before; long: 100 promotions. SQLite has no quarantine: a backup that is restored beside a "
-        "holder may let a second one in until the trust of the first ends",
     ),
     Requirement(
         "Readers, writers, permits, several keys, leaders under all faults",
         "readers and writers apart, permits at most N, one leader",
         (NEMESIS, "tests/core/test_sharing_worlds.py::test_what_is_broken_is_noticed"),
-        "see below",
     ),
     Requirement(
         "A minority of a majority's databases fails",
@@ -342,18 +304,17 @@ REQUIREMENTS: Final = (
             f"{F}quorum.py::test_tenures_beside_failing_minorities",
             NEMESIS,
         ),
-        "five servers, stopped, killed, cut off, wiped, read-only; long: 5,000 tenures",
     ),
 )
 
 
 def requirements() -> Iterator[str]:
     """The table."""
-    yield "| | fault | what has to follow | tests | how |"
-    yield "|---|---|---|---|---|"
+    yield "| | fault | what has to follow | tests |"
+    yield "|---|---|---|---|"
     for number, each in enumerate(REQUIREMENTS, 1):
         tests = "<br>".join(f"`{name.removeprefix('tests/')}`" for name in each.tests)
-        yield f"| {number} | {each.fault} | {each.result} | {tests} | {each.how} |"
+        yield f"| {number} | {each.fault} | {each.result} | {tests} |"
 
 
 # -- mutants
