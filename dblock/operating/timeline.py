@@ -1,4 +1,6 @@
-"""A picture of who had a key when, from its events: a lane for each holder, time from left to right, in plain SVG.
+"""A picture of who had a key when, from its events: a lane for each holder, time from left to right.
+
+Widths are percentages, as attributes of SVG: it fits any screen, and needs no style that a site's policy may forbid.
 
 Rule: what was not recorded is not made up: a tenure whose end nobody wrote down is drawn open.
 """
@@ -18,14 +20,8 @@ from dblock.core.values import Identity
 from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.wording import moment, named, said, span
 
-WIDTH: Final = 960
-NAMES: Final = 230
-"""How much of the width the names of the holders take."""
-LANE: Final = 24
-AXIS: Final = 22
 LANES: Final = 12
-NAME_LENGTH: Final = 32
-_LEAST: Final = 3.0
+_LEAST: Final = 0.6
 """The width of what is too short to be seen."""
 
 
@@ -53,28 +49,22 @@ class Holding(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A stretch in the picture."""
+    """A stretch in the picture; from the left, and how wide, in percent."""
 
     kind: str
-    x: float
-    y: float
+    left: float
     width: float
-    height: float
     words: str
 
 
 class Timeline(NamedTuple):
     """All that the template draws."""
 
-    width: int
-    height: int
     summary: str
-    lanes: list[tuple[str, str, float]]
-    """Short name, whole name, baseline."""
-    bars: list[Bar]
-    ticks: list[tuple[float, str, str]]
-    """Where, what is said there, and how it is anchored."""
-    axis: int
+    lanes: dict[str, list[Bar]]
+    """By the name of the holder."""
+    ticks: list[str]
+    """What is said of the begin, the middle and the end."""
 
 
 def timeline(events: Sequence[EventInfo], held: Holding | None) -> Timeline | None:
@@ -83,32 +73,21 @@ def timeline(events: Sequence[EventInfo], held: Holding | None) -> Timeline | No
     if not stretches:
         return None
     everybody = list(dict.fromkeys(each.who for each in sorted(stretches, key=lambda each: each.ended)))
-    names, holders = everybody[:LANES], len(everybody)
-    stretches = [each for each in stretches if each.who in names]
+    lanes: dict[str, list[Bar]] = {name: [] for name in everybody[:LANES]}
+    stretches = [each for each in stretches if each.who in lanes]
     oldest = max(1.0, *(each.begun for each in stretches))
-    hidden = holders - len(names)
-
-    def x(seconds: float) -> float:
-        return NAMES + (WIDTH - NAMES) * (1 - seconds / oldest)
-
-    bars = []
     for each in stretches:
-        top, waiting = names.index(each.who) * LANE, each.kind in {"waited", "gave_up"}
-        width = max(x(each.ended) - x(each.begun), _LEAST)
-        left = min(x(each.begun), WIDTH - width)
-        y, height = (top + LANE / 2 - 2, 4) if waiting else (top + 4, LANE - 8)
-        bars.append(Bar(each.kind, round(left, 1), y, round(width, 1), height, each.words))
-    lanes = [(_short(name), name, n * LANE + LANE * 0.66) for n, name in enumerate(names)]
-    tenures = sum(bar.kind in {"held", "lost", "open"} for bar in bars)
+        width = max(100 * (each.begun - each.ended) / oldest, _LEAST)
+        left = min(100 * (1 - each.begun / oldest), 100 - width)
+        lanes[each.who].append(Bar(each.kind, round(left, 2), round(width, 2), each.words))
+    tenures = sum(each.kind in {"held", "lost", "open"} for each in stretches)
     summary = ngettext("%(count)d tenure in the last %(span)s", "%(count)d tenures in the last %(span)s", tenures) % {
         "count": tenures,
         "span": span(oldest),
     }
-    if hidden:
+    if hidden := len(everybody) - len(lanes):
         summary += "; " + ngettext("%d more holder is not shown", "%d more holders are not shown", hidden) % hidden
-    axis = len(names) * LANE
-    ticks = [(float(NAMES), _("%s ago") % span(oldest), "start"), (x(oldest / 2), span(oldest / 2), "middle")]
-    return Timeline(WIDTH, axis + AXIS, summary, lanes, bars, [*ticks, (float(WIDTH), _("now"), "end")], axis)
+    return Timeline(summary, lanes, [_("%s ago") % span(oldest), span(oldest / 2), _("now")])
 
 
 def _stretches(events: Sequence[EventInfo], held: Holding | None) -> list[Stretch]:
@@ -150,10 +129,6 @@ def _stretches(events: Sequence[EventInfo], held: Holding | None) -> list[Stretc
 def _stretch(whose: Holding | EventInfo, kind: str, begun: float, ended: float, words: str) -> Stretch:
     name = ", ".join(filter(None, (printable(whose.label), named(whose.identity))))
     return Stretch(name, kind, max(begun, ended), max(ended, 0.0), f"{name}: {words}")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
 
 
 def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:

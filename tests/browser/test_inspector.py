@@ -45,7 +45,7 @@ def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.Monk
         expect(page.locator("#queue tbody tr")).to_have_count(1)
         expect(page.locator(".fieldBox.field-shown_pid")).to_contain_text(str(holder.process.pid))
         page.get_by_role("link", name="Force release").click()
-        expect(page.locator(".dblock-facts")).to_contain_text(f"pid {holder.process.pid} on")
+        expect(page.locator(".dblock-facts")).to_contain_text(f"pid {holder.process.pid},")
         late = page.context.new_page()
         late.goto(page.url)
         page.get_by_role("button", name="Yes").click()

@@ -593,9 +593,9 @@ def test_a_loss_that_was_noticed_late() -> None:
     ]
     drawn = timeline(happened, Holding(next_, "", 8, 5.0, 0.0))
     assert drawn is not None
-    held, lost = sorted(drawn.bars, key=lambda bar: bar.kind)
+    [held], [lost] = drawn.lanes.values()
     assert (held.kind, lost.kind) == ("held", "lost")
-    assert lost.x + lost.width <= held.x + 0.2
+    assert lost.left + lost.width <= held.left + 0.02
     assert "8.0 s" in lost.words
     assert told(happened)[0]["length"] == "held 8.0 s, noticed 4.0 s later"
 
@@ -612,9 +612,9 @@ def test_a_tenure_whose_lease_has_ended() -> None:
     dead = Identity("h", 1, "", "", "")
     drawn = timeline([EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)], Holding(dead, "", 7, 300.0, 240.0))
     assert drawn is not None
-    [bar] = drawn.bars
+    [[bar]] = drawn.lanes.values()
     assert bar.kind == "open"
-    assert bar.x + bar.width < drawn.width * 0.5
+    assert bar.left + bar.width < 50
     assert "until its lease ended, 4 min 0 s ago" in bar.words
 
 
@@ -628,7 +628,7 @@ def test_whose_lane_it_is() -> None:
     ]
     drawn = timeline(happened, None)
     assert drawn is not None
-    assert [short for short, *_ in drawn.lanes] == ["h pid 2", "nightly, h pid 2", "nightly, h pid 1"]
+    assert list(drawn.lanes) == ["h pid 2", "nightly, h pid 2", "nightly, h pid 1"]
 
 
 def test_holders_that_there_is_no_room_for() -> None:

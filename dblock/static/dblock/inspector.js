@@ -12,20 +12,20 @@ document.addEventListener("DOMContentLoaded", () => {
   const tell = (words) => { if (trouble.textContent !== words) trouble.textContent = words; };
   let paused = false, ended = false;
 
-  // On a phone the list has a card for each row, whose values carry the names of their columns. The roles keep it a
-  // table for screen readers, whatever the style sheet makes of it.
+  // On a phone each row of a table is a card, whose values carry the names of their columns. The roles keep it a table
+  // for screen readers, whatever the style sheet makes of it.
   function label() {
-    const table = region.querySelector("#result_list");
-    if (!table) return;
     const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
-    for (const part of [table, ...table.querySelectorAll("thead, tbody, tr, td")]) part.setAttribute("role", roles[part.tagName]);
-    table.querySelectorAll("thead th").forEach((head, column) => {
-      head.setAttribute("role", "columnheader");
-      const name = head.querySelector(".text").textContent.trim();
-      for (const row of table.tBodies[0].rows) row.cells[column].dataset.label = name;
-    });
-    table.querySelectorAll("tbody th").forEach((head) => head.setAttribute("role", "rowheader"));
-    table.classList.add("dblock-cards");
+    for (const table of region.querySelectorAll("#result_list, .dblock-queue table")) {
+      for (const part of [table, ...table.querySelectorAll("thead, tbody, tr, td")]) part.setAttribute("role", roles[part.tagName]);
+      table.querySelectorAll("thead th").forEach((head, column) => {
+        head.setAttribute("role", "columnheader");
+        const name = (head.querySelector(".text") || head).textContent.trim();
+        for (const row of table.tBodies[0].rows) row.cells[column].dataset.label = name;
+      });
+      table.querySelectorAll("tbody th").forEach((head) => head.setAttribute("role", "rowheader"));
+      table.classList.add("dblock-cards");
+    }
   }
 
   async function refresh() {
