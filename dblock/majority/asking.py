@@ -36,6 +36,8 @@ class Health:
 
     silent = False
     """Whether it did not answer the last time within the limit, or failed."""
+    pinned = False
+    """Whether the last take found the key without a holder, and a transaction that keeps it from being taken."""
     asked_until = 0.0
     """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
     error: LockError | None = None
@@ -53,7 +55,7 @@ class Ask(Generic[T]):
     def __init__(
         self, store: Store, steps: Steps[T], wakeup: Wakeup, undo: Callable[[T], Steps[None]] | None = None
     ) -> None:
-        """`wakeup`: the caller's; `undo`: what gives a result back, if that is needed."""
+        """`wakeup`: the caller's; `undo`: what gives the result of a take back."""
         self.store = store
         self.answered = False
         """Whether its steps have ended with a result, or with an error of the lock."""
@@ -62,7 +64,7 @@ class Ask(Generic[T]):
         self.left = False
         """Whether its caller has gone: a result is undone."""
         self.prompt = True
-        """Whether its caller waits for it: its database was not silent when it was begun."""
+        """Whether its caller waits for it: its database was not silent when it was begun, nor, for a take, pinned."""
         self.late = False
         """Whether it is under way beyond its limit."""
         self.among: Collection[Ask[Any]] = ()
@@ -71,6 +73,7 @@ class Ask(Generic[T]):
         """Set when it is left."""
         self.health = Health()
         """That of its database."""
+        self.takes = undo is not None
         self._steps, self._undo, self._caller = steps, undo, wakeup
         self._mutex = threading.RLock()  # a signal handler may leave
 
@@ -104,6 +107,8 @@ class Ask(Generic[T]):
             if self.late:
                 self.health.asked_until = 0.0
         self.health.heard(error)
+        if self.takes:
+            self.health.pinned = isinstance(error, StoreBusy)
         with self._mutex:
             self.result, self.error, self.answered = result, error, True
             left = self.left
@@ -144,7 +149,7 @@ class Asks:
         """Begin an ask, unless its database is silent and is being asked already; `anyway`: also then."""
         health = self._of(ask.store)
         if anyway or clock.now() >= health.asked_until:
-            ask.health, ask.prompt = health, not health.silent
+            ask.health, ask.prompt = health, not (health.silent or (health.pinned and ask.takes))
             self.begin(ask.store, ask.work(), ask.cancel)
             return ask
         error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
@@ -155,8 +160,8 @@ class Asks:
         return ask
 
     def is_silent(self, store: Store) -> bool:
-        """Whether callers should not wait for a database."""
-        return self._of(store).silent
+        """Whether takes do not wait for a database; to them one that is pinned is as good as silent."""
+        return self._of(store).silent or self._of(store).pinned
 
     def gather(
         self,
@@ -200,7 +205,7 @@ class Asks:
         """Note that an ask is beyond its limit."""
         with ask._mutex:
             if ask.pending() and not ask.late:
-                ask.late, ask.health.silent = True, True
+                ask.late, ask.health.silent = True, ask.prompt or ask.health.silent
                 ask.health.asked_until = clock.now() + timing.DEFAULT.surely_answered
 
     def _of(self, store: Store) -> Health:
@@ -266,7 +271,7 @@ def missing() -> dict[str, bool]:
     """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
     asks = the_asks()
     with asks._mutex:
-        found = {store.name: health.silent for store, health in asks._health.items()}
+        found = {store.name: health.silent or health.pinned for store, health in asks._health.items()}
     for held in list(asks.held):
         found |= dict.fromkeys(held.missing(), True)
     return found

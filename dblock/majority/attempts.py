@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
 from dblock.core.acquire.slow import SlowWait
-from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy
+from dblock.core.errors import LockStoreError, LockTimeout
 from dblock.core.holding.flow import Entry, Flow
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
@@ -213,8 +213,9 @@ class Attempts:
                 self.asks.not_answered(ask)
                 break
             self.holder = found.get(number) or self.holder
-            free = [info is None or info.state != "held" for info in found.values()]
-            if ask.pending() and sum(free) >= self.needed:
+            free = {each: info is None or info.state != "held" for each, info in found.items()}
+            if ask.pending() and sum(free.values()) >= self.needed:
+                ask.health.pinned = free[number]
                 ask.leave(self.asks)
                 return False
             yield from self.asks.gather([ask], timing.DEFAULT.attention, self._wakeup, waits=True)
@@ -225,7 +226,7 @@ class Attempts:
         self, whom: Collection[int], enough: Callable[[], bool] = lambda: False
     ) -> Steps[dict[int, LockInfo | None]]:
         """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
-        looks = {number: self._ask(number, member.look(self.locks[number], self.limit)) for number in whom}
+        looks = {number: self._ask(number, member.look(self.locks[number], self.limit), reads=True) for number in whom}
         found = yield from self._answers(looks, enough)
         for number, info in found.items():
             if info is not None and info.state == "held":
@@ -257,9 +258,9 @@ class Attempts:
 
     # -- asks, and what was heard
 
-    def _ask(self, number: int, steps: Steps[T]) -> Ask[T]:
+    def _ask(self, number: int, steps: Steps[T], *, reads: bool = False) -> Ask[T]:
         lock = self.locks[number]
-        ask = Ask(lock._store(), steps, self._wakeup, functools.partial(member.undo, lock))
+        ask = Ask(lock._store(), steps, self._wakeup, None if reads else functools.partial(member.undo, lock))
         self._asked = [*self._asked, (number, ask)]
         return cast("Ask[T]", self.asks.ask(ask))
 
@@ -284,8 +285,7 @@ class Attempts:
             elif ask.error is None:
                 found[number] = cast("T", ask.result)
             elif isinstance(ask.error, (LockStoreError, LockTimeout)):
-                busy = isinstance(ask.error, (StoreBusy, LockTimeout))
-                self._note(number, short(ask.error, ask.store), cannot=not busy)
+                self._note(number, short(ask.error, ask.store), cannot=isinstance(ask.error, LockStoreError))
             else:
                 raise ask.error
         return found

@@ -68,7 +68,10 @@ def undone(
 def take(
     lock: BaseLock, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None
 ) -> Steps[Grant | No]:
-    """Take the key in one database, if that counts (`protocol.standing`); with the proposed fence if it is free."""
+    """Take the key in one database, if that counts (`protocol.standing`); with the proposed fence if it is free.
+
+    Raises StoreBusy if nobody holds it, and a transaction keeps it from being taken.
+    """
     store = lock._store()
     database = store.database
     said: Rows = ()
@@ -79,8 +82,7 @@ def take(
     if found is None:
         found = yield from _take_or_wait(lock, timeout, slow_wait or SlowWait())
     if isinstance(found, Refused):
-        closed = yield from quarantined(lock, found)
-        return No(closed) if closed else _refused(found, store)
+        return (yield from _why_not(lock, found))
     undo = partial(give_back, lock, found.tenure.owner)
     left = yield from undone(partial(protocol.standing, database, lock._ttl, _soon(database), said), undo)
     if not left:
@@ -120,13 +122,17 @@ def _take_or_wait(lock: BaseLock, timeout: float | None, slow_wait: SlowWait) ->
     )
 
 
-def _refused(refused: Refused, store: Store) -> No:
+def _why_not(lock: BaseLock, refused: Refused) -> Steps[No]:
     holder, busy = refused
     if busy is not None:
-        return No(short(busy, store), busy=isinstance(busy, StoreBusy))
+        raise busy
     if holder is not None and holder.state == "held":
         return No(f"held by {holder}", holder.masked(), busy=True)
-    return No("others were faster, or a transaction guards it", busy=True)
+    if closed := (yield from quarantined(lock, refused)):
+        return No(closed)
+    if holder is None:
+        return No("others were faster", busy=True)
+    raise StoreBusy("nobody holds it, but somebody's transaction guards it or has locked its row", key=lock.key)
 
 
 def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:

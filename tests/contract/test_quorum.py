@@ -18,6 +18,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
+from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
@@ -347,6 +348,31 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
         for database in ("postgresql", "mariadb"):
             run(database, "ALTER TABLE hidden RENAME TO locks")
     assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("place", FACES[:1], indirect=True, ids="-".join)
+def test_two_of_three_whose_rows_somebody_has_locked(place: Place) -> None:
+    """They cannot be asked: nobody holds the key there, so there is no holder to see to. Takes do not wait for them."""
+    [actor, _] = place.actors
+    lock = place.lock()
+    assert actor.call(lock, "acquire")
+    actor.call(lock, "release")  # now there are rows
+    with contextlib.ExitStack() as strangers:
+        for database in ("postgresql", "mariadb"):
+            stranger = strangers.enter_context(contextlib.closing(engine("sync", database).connect()))
+            stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
+        for timeout in (0, 0.3, 0, 0.3, 0):
+            with pytest.raises(QuorumUnavailable, match="fewer than 2 of 3 databases can be asked") as few:
+                actor.call(place.lock(), "acquire", timeout=timeout)
+            assert sum("somebody's transaction" in answer for answer in few.value.answers.values()) == 2
+        assert [the_asks().is_silent(each._store()) for each in lock._members] == [False, True, True]
+
+    def recovers() -> bool:
+        assert actor.call(lock, "acquire", timeout=3)
+        actor.call(lock, "release")
+        return not any(the_asks().is_silent(each._store()) for each in lock._members)
+
+    assert until(recovers, 5)
 
 
 @each_face

@@ -206,11 +206,11 @@ def test_keys_that_are_closed_after_a_failover(site: Site) -> None:
     if database == "sqlite":
         pytest.skip("has no replicas")
     client = site.user("view_lock")
-    assert "promoted" not in page(client, LIST)
+    assert "Keys were closed" not in page(client, LIST)
     run(database, f"UPDATE lock_epoch SET since = {SOON[database].format(-4)}, opens_at = {SOON[database].format(26)}")
     try:
         _, _, live = page(client, LIST).partition("data-dblock-live")
-        assert re.search(r"was promoted \d+ s ago, .* keys open in 2\d s", live)
+        assert re.search(r"closed \d+ s ago, .* they open in 2\d s", live)
     finally:
         run(database, "UPDATE lock_epoch SET opens_at = since")
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
@@ -19,7 +20,7 @@ from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.conftest import INNODB, ready, run, url
+from tests.conftest import INNODB, ready, run, timed, url
 from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
@@ -56,7 +57,10 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
 
         begun = clock.now()
         waiting = {key: others.submit(wait, key) for key in (*lost, "new")}
-        with pytest.raises(LockTimeout, match=r"promoted \d+ s ago: keys open in \d s"), db_lock(new, "k", timeout=0.5):
+        with (
+            pytest.raises(LockTimeout, match=r"closed \d+ s ago, .*failover.*: keys open in \d s"),
+            db_lock(new, "k", timeout=0.5),
+        ):
             pass
         # What is in the table is renewed and given back; what is not is lost.
         assert drive(tenures.renew(database, [(holds["known"].tenure, 60)], clock.now() + 5))[1] is None
@@ -262,6 +266,62 @@ def test_a_standby_that_is_started_without_its_signal(closed: bool) -> None:
             engine.dispose()
 
 
+@pytest.mark.parametrize("how", ["tries", "waits"])
+@pytest.mark.parametrize("database", ["postgresql", INNODB[-1]])
+def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest, database: str, how: str) -> None:
+    """By a flow that finds one held, or has waited for one since before; not when the lease of a dead holder ends."""
+    ready(request, database)
+    engines = [create_engine(url(database)) for _ in "ab"]
+    held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
+    held.acquire()
+    read = other._store().database.epoch
+    with ThreadPoolExecutor(1) as pool:
+        if how == "waits":
+            waiting = pool.submit(other.acquire, timeout=30)
+            assert until(lambda: run(database, "SELECT 1 FROM lock_waiters") and read.asked > 0)
+        run(
+            database,
+            "UPDATE lock_epoch SET server = 'another one', history = history + 1"
+            if database in INNODB
+            else "UPDATE lock_epoch SET server = 'another one', history = 'another one'",
+        )
+        try:
+            if how == "tries":
+                assert not pool.submit(other.acquire, blocking=False).result()
+            else:
+                read.asked = float("-inf")  # some seconds later
+                assert until(lambda: not run(database, "SELECT 1 FROM lock_epoch WHERE server = 'another one'"), 10)
+            assert run(database, "SELECT 1 FROM lock_epoch WHERE opens_at > since AND server <> 'another one'")
+        finally:
+            run(database, "UPDATE lock_epoch SET opens_at = since, floor = 0")
+        held.release()
+        if how == "waits":
+            assert waiting.result()
+            pool.submit(other.release).result()
+    for engine in engines:
+        engine.dispose()
+
+
+def test_contention_asks_for_the_server_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each flow, nor each try: no round trip is added to those of a key that is busy."""
+    ready(request, "postgresql")
+    timed(monkeypatch, waiter_ttl=3600.0)
+    asked: list[float] = []
+    status = epoch.read
+
+    def counted(*given: Any) -> Any:
+        asked.append(clock.now())
+        return status(*given)
+
+    monkeypatch.setattr(epoch, "read", counted)
+    engine = create_engine(url("postgresql"))
+    with db_lock(engine, "k"), ThreadPoolExecutor(4) as pool:
+        tries = [pool.submit(db_lock(engine, "k").acquire, timeout=timeout) for timeout in (0, 0.05) * 4]
+        assert not any(each.result() for each in tries)
+    assert len(asked) == 1
+    engine.dispose()
+
+
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])
 def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequest, database: str) -> None:
     """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
@@ -293,6 +353,7 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
         with db_lock(engine, "k"):
             pass
         dump, restore = _dump_and_restore(kind, server.port)
+        dump += ["--clean"] if kind == "postgresql" else []
         written = subprocess.run(dump, capture_output=True, check=True).stdout
         lost = db_lock(engine, "k", ttl=60, renew=False)
         assert lost.acquire()
@@ -308,12 +369,35 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
         engine.dispose()
 
 
+def test_a_dump_of_the_rows_alone() -> None:
+    """New tables have a row of their own in `lock_epoch`, which gives way to that of the dump; that closes the keys."""
+    with running(PostgreSQL) as server:
+        engine = create_engine(URLS["postgresql"].format(server.port))
+        create_tables(engine)
+        with db_lock(engine, "k"):
+            pass
+        dump, restore = _dump_and_restore("postgresql", server.port)
+        written = subprocess.run([*dump, "--data-only"], capture_output=True, check=True).stdout
+        metadata.drop_all(engine)
+        create_tables(engine)
+        refused = subprocess.run(restore, input=written, capture_output=True, check=False)
+        assert b"lock_epoch" in refused.stderr
+        emptied = b"DELETE FROM lock_epoch;\n" + written
+        _ = subprocess.run(restore, input=emptied, capture_output=True, check=True)
+        with (
+            pytest.raises(LockTimeout, match=r"restored backup\): keys open in [56]\d s"),
+            db_lock(engine, "k", timeout=0),
+        ):
+            pass
+        engine.dispose()
+
+
 def _dump_and_restore(kind: str, port: int) -> tuple[list[str], list[str]]:
     """The commands that write the tables as text, and that put them in the place of what is there."""
     tables = sorted(metadata.tables)
     if kind == "postgresql":
         database = f"postgresql://dblock@127.0.0.1:{port}/postgres"
-        dump = [find_program("pg_dump"), "--clean", *(f"--table={name}" for name in tables), database]
+        dump = [find_program("pg_dump"), *(f"--table={name}" for name in tables), database]
         return dump, [find_program("psql"), "-v", "ON_ERROR_STOP=1", database]
     where = ["--no-defaults", "--host=127.0.0.1", f"--port={port}", "--user=root", "--skip-ssl", "mysql"]
     return [find_program("mariadb-dump"), *where, *tables], [find_program("mariadb"), *where]

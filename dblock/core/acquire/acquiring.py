@@ -89,14 +89,17 @@ def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
     statement = dialect.take
     growing = pauses()
     tries = 0
+    holder: LockInfo | None = None
     while True:
         grant, answered = yield from _try(attempt, statement)
         if grant is not None:
             return grant
-        holder = yield from look(database, key, until)
+        before, holder = holder, (yield from look(database, key, until))
         if holder is not None and holder.kind != request.kind:
             raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"
+        if held:
+            yield from epoch.find_server(database, until)
         if held and now() >= deadline:
             return Refused(holder)
         if holder is None and statement is dialect.take:
@@ -106,7 +109,8 @@ def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
         if answered:
             tries += 1
             if tries > 2 and now() >= deadline:
-                return Refused()
+                changed = holder is None or before is None or holder.fence != before.fence
+                return Refused(None if changed else holder)  # with one fence at each try nobody was faster
         closed = 0.0 if held else (yield from epoch.closed_for(database, holder, until, anew=tries > 1))
         if closed and now() >= deadline:
             return Refused(holder)

@@ -444,6 +444,7 @@ class Sharing:
                     if not (yield from self._renew(door, channel, got)):
                         return None
                     renew_at = now() + self.waiting.ttl / 3
+                    yield from epoch.find_server(self.database, self.until)
                     shares = yield from look_for()
                     continue
                 if now() - began >= self.timing.listen_after:

@@ -418,6 +418,7 @@ class Attempt:
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
                 self._report_wait()
+                yield from epoch.find_server(database, self.until)
             else:  # if it is granted to no waiter, a transaction pins it, or the server was promoted, which may last
                 granted = yield from handover.grant(self.site, key, view.first, until=self.until)
                 closed = 0.0 if granted else (yield from epoch.closed_for(database, self.holder, self.until))

@@ -30,7 +30,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     out = "" if holder is None else (yield from _permits_held(lock))
     advice = WAIT_LONGER
     if closed:
-        who = f"the database server was {closed}, since it may lack the latest tenures"
+        who = f"keys were {closed}"
         advice = "wait longer with timeout="
     elif pinned is not None:
         who = f"nobody holds it, but a transaction guards it or has locked its row: {'; '.join(pinned.told())}"

@@ -2,7 +2,8 @@
 
 A statement that begins a tenure and was refused does not say why. The row of `lock_epoch` does
 (`dblock.core.statements.epoch`): another server has written it, and a client has to begin the epoch of this one; or the
-keys are closed for a while.
+keys are closed for a while. Who finds a key held asks too, but seldom (`find_server`): otherwise the quarantine would
+begin only when the lease of a holder that is dead has ended.
 
 Rule: nothing is decided here. The statements ask the row themselves; this only says how long it is worth waiting.
 """
@@ -26,7 +27,8 @@ class Quarantine(NamedTuple):
     """Seconds until keys open; 0.0 if they are open."""
 
     def __str__(self) -> str:
-        return f"promoted {self.since:.0f} s ago: keys open in {max(self.opens_in, 1):.0f} s"
+        why = "as the server may lack the latest tenures (after a failover, or with a restored backup)"
+        return f"closed {self.since:.0f} s ago, {why}: keys open in {max(self.opens_in, 1):.0f} s"
 
 
 def closed_for(database: Database, info: LockInfo | None, until: float, *, anew: bool = False) -> Steps[float]:
@@ -37,17 +39,34 @@ def closed_for(database: Database, info: LockInfo | None, until: float, *, anew:
     epoch, now = database.epoch, database.now
     if database.dialect.epoch is None:
         return 0.0
-    if anew or now() >= epoch.asked + database.timing.epoch_cache:
-        epoch.asked = now()
-        try:
-            _ = yield from read(database, until)
-        except PASSING:  # the caller asks again
-            return 0.0
+    if not (yield from _asked(database, until, 0.0 if anew else database.timing.epoch_cache)):
+        return 0.0  # the caller asks again
     opens = epoch.opens
     if info is not None and info.fence <= abs(epoch.floor):
         over = now() + info.remaining + MARGIN if info.state == "expired" else opens
         opens = max(opens, over, epoch.since + info.ttl if epoch.floor > 0 else opens)
     return max(opens - now(), 0.0)
+
+
+def find_server(database: Database, until: float) -> Steps[None]:
+    """Begin the epoch if the server is another one than the last; for flows that find a key held.
+
+    Not if a flow of this process has asked in the last seconds, so that contention costs no round trip.
+    """
+    timing = database.timing
+    _ = yield from _asked(database, min(until, database.now() + timing.single_try), timing.waiter_ttl)
+
+
+def _asked(database: Database, until: float, age: float) -> Steps[bool]:
+    """Read the epoch, unless that was done `age` seconds ago or later; False if the database did not answer."""
+    epoch, now = database.epoch, database.now()
+    if database.dialect.epoch is not None and now >= epoch.asked + age:
+        epoch.asked = now
+        try:
+            _ = yield from read(database, until)
+        except PASSING:
+            return False
+    return True
 
 
 def read(database: Database, until: float, *, begins: bool = True) -> Steps[Quarantine | None]:

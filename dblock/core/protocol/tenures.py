@@ -270,7 +270,7 @@ def attach(database: Database, tenure: Tenure, owner: str, request: Parameters) 
             return _loss(tenure, info)
         # Keys are closed; or they were until the server was found just now, or the hold was detached just now.
         if (yield from epoch.closed_for(database, info, until)) or database.now() >= until:
-            message = f"could not enter {tenure.key!r} by its token: the database server was {found}; try again then"
+            message = f"could not enter {tenure.key!r} by its token: keys were {found}; try again then"
             raise LockTimeout(message, key=tenure.key)
 
 

@@ -4,7 +4,8 @@ A standby that is promoted, or a backup that is restored, may lack what the old 
 trust a tenure of which this server has no row. So the statements that begin a tenure, or let somebody enter one, ask
 the one row of `lock_epoch` (`Vocabulary.is_open`). It names the `server` that wrote it. On any other server the
 condition is false, until a client that was refused writes the row anew (`begin`): from then on all keys are closed
-until `opens_at`.
+until `opens_at`. A client that finds a key held writes it too: what the old primary had answered ends by the same
+moment, whichever key is wanted, and the tenure that is shown is one that this server has.
 
     server      PostgreSQL: the start of the server process, which is read without a lock, and the number of the table,
                 which a restored dump changes. MySQL: server_uuid. MariaDB: server_id, host and port; two servers of a

@@ -132,7 +132,7 @@ def _closed(context: Context) -> str:
 def quarantine(context: Context) -> Seen:
     """Keys are open."""
     if closed := _closed(context):
-        yield False, f"the server was {closed}"
+        yield False, f"keys were {closed}"
 
 
 def probe(context: Context) -> Seen:

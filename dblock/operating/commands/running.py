@@ -100,7 +100,7 @@ def _busy(context: Context, key: str) -> str:
             return f"{printable(key)!r} {held} {printable(str(info))}"
         closed = context.quarantine()
         if closed is not None and closed.opens_in > 0:
-            return f"{printable(key)!r} is closed: the database server was {closed}"
+            return f"{printable(key)!r} is closed: keys were {closed}"
     return f"{printable(key)!r} was not free in time"
 
 
