@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -39,6 +40,17 @@ SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
     ),
     "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true"),
 } | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true")} if MySQL.installed() else {})
+
+
+def test_a_server_that_was_killed_is_gone() -> None:
+    """With its sessions, one that stood still too: a frozen walsender would send a standby the rest."""
+    with (
+        running(PostgreSQL) as server,
+        psycopg.connect(SERVERS["postgresql"][1].format(server.port).replace("+psycopg", "")) as session,
+    ):
+        os.kill(session.info.backend_pid, signal.SIGSTOP)
+        server.stop(signal.SIGKILL)
+        assert not Path(f"/proc/{session.info.backend_pid}/cwd").is_dir()
 
 
 @pytest.mark.parametrize("name", SERVERS)

@@ -249,11 +249,18 @@ class PostgreSQL(Server):
         return False
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if how == signal.SIGKILL and self.process is not None:
+            # Its sessions would live on until they notice that it has ended, and send a standby the rest; one that was
+            # frozen too, if the kernel continues it then. So they are killed before; frozen, it starts no others.
+            self.process.send_signal(signal.SIGSTOP)
+            for process in {*_working_in(self.directory)} - {self.process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         # SIGTERM waits for clients to leave; SIGINT is PostgreSQL's own "fast" shutdown.
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
-        # The sessions of a server that was killed notice it in a moment; until then it cannot be started again.
         deadline = time.monotonic() + 10
-        while any(_working_in(self.directory)) and time.monotonic() < deadline:
+        while any(_working_in(self.directory)):
+            assert time.monotonic() < deadline, "processes of a server that was stopped live on"
             time.sleep(0.01)
 
     def lose_power(self) -> None:
