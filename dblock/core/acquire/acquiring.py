@@ -98,9 +98,8 @@ def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
         if holder is not None and holder.kind != request.kind:
             raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"
-        if held:
-            yield from epoch.find_server(database, until)
         if held and now() >= deadline:
+            yield from epoch.find_server(database, until)
             return Refused(holder)
         if holder is None and statement is dialect.take:
             statement = dialect.create
