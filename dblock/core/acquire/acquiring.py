@@ -24,7 +24,7 @@ from dblock.core.protocol.sending import pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
-from dblock.core.values import Grant
+from dblock.core.values import Grant, LockInfo
 
 
 def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
