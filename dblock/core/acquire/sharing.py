@@ -32,7 +32,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
-from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
+from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
@@ -170,21 +170,17 @@ class Sharing:
             door = yield from self.door(self.request)
             if isinstance(door, Refused):
                 return door
-            grant: Grant | None = door
-            try:
-                readers = yield from self._until_none(door, partial(self._readers, door))
-                if readers == []:
-                    grant = yield from self._whole(door)
-            except GeneratorExit:
-                raise
-            except BaseException:
-                yield from self._give_up_door(door)
-                raise
-            if readers == [] and grant is not None and self.database.now() < grant.trusted_until:
+            readers, grant = yield from undone(self._begin_write(door), partial(self._give_up_door, door))
+            if grant is not None and self.database.now() < grant.trusted_until:
                 return grant
             yield from self._give_up_door(door)
             if readers:
                 return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
+
+    def _begin_write(self, door: Grant) -> Steps[tuple[list[Any] | None, Grant | None]]:
+        """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any."""
+        readers = yield from self._until_none(door, partial(self._readers, door))
+        return readers, (yield from self._whole(door)) if readers == [] else None
 
     def _whole(self, grant: Grant) -> Steps[Grant | None]:
         """The tenure with a whole lease, unless the watchdog makes it whole at once; None if it was lost."""
@@ -253,22 +249,21 @@ class Sharing:
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
                 continue
-            try:
-                gather = partial(self._gather, semaphore, n, got)
-                others = yield from self._at_door(door, self._until_none(door, gather, got))
-                if len(got) == n:
-                    yield from self._begin_all(got)
-            except GeneratorExit:
-                raise
-            except BaseException:
-                yield from self._leave(got)
-                raise
+            others = yield from undone(self._collect(semaphore, n, got, door), partial(self._leave, got))
             if len(got) == n and all(self.database.now() < grant.trusted_until for grant in got):
                 return got
             yield from self._leave(got)
             got.clear()
             if others:
                 return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+
+    def _collect(self, semaphore: Semaphore, n: int, got: list[Grant], door: Grant) -> Steps[list[Any] | None]:
+        """Wait until there are `n` permits, and begin their tenures; the slots of others that were in the way."""
+        gather = partial(self._gather, semaphore, n, got)
+        others = yield from self._at_door(door, self._until_none(door, gather, got))
+        if len(got) == n:
+            yield from self._begin_all(got)
+        return others
 
     def _begin_all(self, got: list[Grant]) -> Steps[None]:
         """Let the permits that were collected before the last one count from now on; those that were lost are gone."""
@@ -359,21 +354,9 @@ class Sharing:
 
     def _at_door(self, door: Grant, inside: Steps[T]) -> Steps[T]:
         """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
-        try:
-            result = yield from inside
-        except GeneratorExit:
-            raise
-        except BaseException:
-            yield from self._give_up_door(door)
-            raise
-        try:
-            yield from self._give_up_door(door)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            if isinstance(result, Grant):
-                yield from self._leave([result])
-            raise
+        result = yield from undone(inside, partial(self._give_up_door, door))
+        begun = [result] if isinstance(result, Grant) else []
+        yield from undone(self._give_up_door(door), partial(self._leave, begun))
         return result
 
     def _give_up_door(self, door: Grant) -> Steps[None]:
@@ -383,34 +366,24 @@ class Sharing:
 
     def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
         """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
-        until, interrupt = self.database.now() + self.timing.undo_timeout, None
-        for grant in grants:
-            try:
-                yield from self._leave_one(grant, until)
-            except GeneratorExit:
-                raise
-            except BaseException as error:  # noqa: BLE001 - raised below
-                interrupt = error
-                yield from self._leave_one(grant, until)
-        if interrupt is not None:
-            raise interrupt
+        left = list(grants)
+        return undone(self._leave_each(left), partial(self._leave_each, left))
 
-    def _leave_one(self, grant: Grant, until: float) -> Steps[None]:
-        with contextlib.suppress(LockError):
-            _ = yield from leave_share(self.site, grant, until)
+    def _leave_each(self, left: list[Grant]) -> Steps[None]:
+        until = self.database.now() + self.timing.undo_timeout
+        while left:
+            with contextlib.suppress(LockError):
+                _ = yield from leave_share(self.site, left[0], until)
+            _ = left.pop(0)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
         owner = request.new_owner()
+        beginning = begin(self.database, statement, {**request.parameters(owner), **more}, self.until)
         try:
-            grant = yield from begin(self.database, statement, {**request.parameters(owner), **more}, self.until)
+            grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
         except Unresolved:
             _ = self.attempt.find_services().withdraw(request.key, owner)
-            raise
-        except (GeneratorExit, LockStoreError):
-            raise
-        except BaseException:
-            yield from undo_take(self.site, request.key, owner)
             raise
         if grant is not None and self.database.now() >= grant.trusted_until:
             yield from self._leave([grant])

@@ -6,6 +6,7 @@ Rule: an entry is left once, whatever interrupts that; with the last one the hol
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
@@ -16,7 +17,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, forget, freed, innermost, let_expire, site_of, take_out
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token, new_secret, token_text
 
@@ -134,17 +135,15 @@ def finish(hold: Hold) -> Steps[None]:
 def _finish(hold: Hold) -> Steps[None]:
     hold.kept_by = ()
     if not hold.entries:
-        try:
-            forget(hold)
-            released = yield from leave(hold)
-        except (GeneratorExit, LockError):
-            raise
-        except BaseException:
-            yield from _leave_after_all(hold)
-            raise
+        released = yield from undone(_forget_and_leave(hold), partial(_leave_after_all, hold), LockError)
         # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
         if not (released or hold.store.database.dialect.single_writer):
             yield from find_out(hold)
+
+
+def _forget_and_leave(hold: Hold) -> Steps[bool]:
+    forget(hold)
+    return (yield from leave(hold))
 
 
 def release_all(store: Store) -> Steps[int]:

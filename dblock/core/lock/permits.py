@@ -35,7 +35,7 @@ from dblock.core.log import warn
 from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone
 from dblock.core.runtime import current_flow
 from dblock.core.share_keys import PERMITS_MAX, valid_permits, valid_shared_key
 from dblock.core.validation import acquire_timeout
@@ -274,26 +274,27 @@ class BaseSemaphore:
             raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
         self._leave_to_parent()
         permits = [self.permit() for _ in range(n)]
-        first, first._wanted = permits[0], n
+        permits[0]._wanted = n
         try:
+            yield from undone(self._begin(permits, timeout, its, block=block), partial(self._undo, permits))
+        except LockTimeout:
             if block:
-                yield from entering.enter_block(first, timeout, its.end if its else None)
-            elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
-                raise LockTimeout(key=self.key)  # noqa: TRY301 - nothing is to be left
-            for permit, grant in zip(permits[1:], first._others, strict=True):
-                _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
-                first._others = first._others[1:]
-            self._add(permits, block=block)
-            if its is not None:
-                its.opened.append(first)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            yield from self._undo(permits)
-            if block or not isinstance(error, LockTimeout):
                 raise
             return []
         return permits
+
+    def _begin(self, permits: list[Any], timeout: float | None, its: Loaded | None, *, block: bool) -> Steps[None]:
+        first = permits[0]
+        if block:
+            yield from entering.enter_block(first, timeout, its.end if its else None)
+        elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
+            raise LockTimeout(key=self.key)
+        for permit, grant in zip(permits[1:], first._others, strict=True):
+            _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
+            first._others = first._others[1:]
+        self._add(permits, block=block)
+        if its is not None:
+            its.opened.append(first)
 
     def _undo(self, permits: list[Any]) -> Steps[None]:
         """Leave what was acquired in vain."""

@@ -126,6 +126,20 @@ class Cancel:
             raise Cancelled
 
 
+def undone(steps: Steps[T], undo: Callable[[], Steps[object]], but: type[BaseException] = GeneratorExit) -> Steps[T]:
+    """The result of `steps`; whatever ends them early, `undo` follows, but not after errors of the kind `but`.
+
+    A second interrupt, which falls into `undo`, leaves to the leases what is not undone yet.
+    """
+    try:
+        return (yield from steps)
+    except (GeneratorExit, but):  # nothing drives further steps after a GeneratorExit
+        raise
+    except BaseException:
+        _ = yield from undo()
+        raise
+
+
 def sleep(store: Runner, seconds: float) -> Steps[None]:
     """Return after `seconds`."""
     yield Sleep(store, seconds)
