@@ -23,7 +23,7 @@ from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.leaving import _innermost, block_of, block_to_release
 from dblock.core.lock.locks import gives_way, of_the_end, refuses, was_ours
 from dblock.core.options import unknown_options
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_ttl
 from dblock.core.values import LockInfo, Seconds
@@ -31,7 +31,6 @@ from dblock.majority import member, protocol
 from dblock.majority.asking import the_asks
 from dblock.majority.attempts import Attempts
 from dblock.majority.held import Held, Place
-from dblock.majority.member import undone
 from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
 from dblock.majority.protocol import QuorumUnavailable
 

@@ -31,7 +31,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.refusals import quarantined
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.protocol.steps import Rows, Steps, undone
 from dblock.core.values import Grant, LockInfo
 from dblock.majority import protocol
 
@@ -50,19 +50,6 @@ class No(NamedTuple):
     """The holder, if somebody else has it."""
     busy: bool = False
     """Whether it can be asked: others have the key."""
-
-
-def undone(
-    begin: Callable[[], Steps[T]], undo: Callable[[], Steps[None]], but: type[BaseException] = GeneratorExit
-) -> Steps[T]:
-    """The result of the steps that `begin` makes; whatever ends them early, `but` for these errors, `undo` follows."""
-    try:
-        return (yield from begin())
-    except (GeneratorExit, but):  # nothing drives further steps
-        raise
-    except BaseException:
-        yield from undo()
-        raise
 
 
 def take(

@@ -170,7 +170,7 @@ class Sharing:
             door = yield from self.door(self.request)
             if isinstance(door, Refused):
                 return door
-            readers, grant = yield from undone(self._begin_write(door), partial(self._give_up_door, door))
+            readers, grant = yield from undone(partial(self._begin_write, door), partial(self._give_up_door, door))
             if grant is not None and self.database.now() < grant.trusted_until:
                 return grant
             yield from self._give_up_door(door)
@@ -249,7 +249,7 @@ class Sharing:
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
                 continue
-            others = yield from undone(self._collect(semaphore, n, got, door), partial(self._leave, got))
+            others = yield from undone(partial(self._collect, semaphore, n, got, door), partial(self._leave, got))
             if len(got) == n and all(self.database.now() < grant.trusted_until for grant in got):
                 return got
             yield from self._leave(got)
@@ -354,9 +354,9 @@ class Sharing:
 
     def _at_door(self, door: Grant, inside: Steps[T]) -> Steps[T]:
         """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
-        result = yield from undone(inside, partial(self._give_up_door, door))
+        result = yield from undone(lambda: inside, partial(self._give_up_door, door))
         begun = [result] if isinstance(result, Grant) else []
-        yield from undone(self._give_up_door(door), partial(self._leave, begun))
+        yield from undone(partial(self._give_up_door, door), partial(self._leave, begun))
         return result
 
     def _give_up_door(self, door: Grant) -> Steps[None]:
@@ -367,7 +367,7 @@ class Sharing:
     def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
         """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
         left = list(grants)
-        return undone(self._leave_each(left), partial(self._leave_each, left))
+        return undone(partial(self._leave_each, left), partial(self._leave_each, left))
 
     def _leave_each(self, left: list[Grant]) -> Steps[None]:
         until = self.database.now() + self.timing.undo_timeout
@@ -379,7 +379,8 @@ class Sharing:
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
         owner = request.new_owner()
-        beginning = begin(self.database, statement, {**request.parameters(owner), **more}, self.until)
+        parameters = {**request.parameters(owner), **more}
+        beginning = partial(begin, self.database, statement, parameters, self.until)
         try:
             grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
         except Unresolved:

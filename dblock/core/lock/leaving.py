@@ -135,7 +135,7 @@ def finish(hold: Hold) -> Steps[None]:
 def _finish(hold: Hold) -> Steps[None]:
     hold.kept_by = ()
     if not hold.entries:
-        released = yield from undone(_forget_and_leave(hold), partial(_leave_after_all, hold), LockError)
+        released = yield from undone(partial(_forget_and_leave, hold), partial(_leave_after_all, hold), LockError)
         # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
         if not (released or hold.store.database.dialect.single_writer):
             yield from find_out(hold)

@@ -276,7 +276,7 @@ class BaseSemaphore:
         permits = [self.permit() for _ in range(n)]
         permits[0]._wanted = n
         try:
-            yield from undone(self._begin(permits, timeout, its, block=block), partial(self._undo, permits))
+            yield from undone(partial(self._begin, permits, timeout, its, block=block), partial(self._undo, permits))
         except LockTimeout:
             if block:
                 raise

@@ -126,13 +126,15 @@ class Cancel:
             raise Cancelled
 
 
-def undone(steps: Steps[T], undo: Callable[[], Steps[object]], but: type[BaseException] = GeneratorExit) -> Steps[T]:
-    """The result of `steps`; whatever ends them early, `undo` follows, but not after errors of the kind `but`.
+def undone(
+    begin: Callable[[], Steps[T]], undo: Callable[[], Steps[object]], but: type[BaseException] = GeneratorExit
+) -> Steps[T]:
+    """The result of the steps that `begin` makes; whatever ends them early, `but` for these errors, `undo` follows.
 
     A second interrupt, which falls into `undo`, leaves to the leases what is not undone yet.
     """
     try:
-        return (yield from steps)
+        return (yield from begin())
     except (GeneratorExit, but):  # nothing drives further steps after a GeneratorExit
         raise
     except BaseException:
