@@ -9,6 +9,7 @@ import asyncio
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -24,12 +25,14 @@ from sqlalchemy.orm import Session
 
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
+from dblock.core.holding.flow import is_over
+from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import SynchronousOnlyOperation
 from tests.conftest import ALIASES
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
-from tests.support.lab import FACES, PROTOCOL, alive, until
+from tests.support.lab import FACES, PROTOCOL, alive, renewed, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -46,11 +49,12 @@ def test_a_block_may_end_elsewhere(
     either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In another thread or task, though the one that entered it has ended: renewed until then, and given back."""
-    lock = either.lock("k", ttl=2)
+    lock = either.lock("k", ttl=30)
     actor.do(enter(either, lock))
-    fence = actor.get(lock, "fence")
+    fence, flow = actor.get(lock, "fence"), actor.do(lambda: weakref.ref(current_flow()))
     actor.close()
-    time.sleep(2.4)
+    assert until(lambda: is_over(flow))
+    assert renewed(either)
     assert (other.get(lock, "state"), other.get(lock, "fence"), other.get(lock, "count")) == ("held", fence, 1)
     other.do(lock.check)
     assert other.call(lock, "verify") is True
@@ -100,16 +104,17 @@ def test_what_was_handed_over_is_left_elsewhere_without_a_word(either: Subject, 
 
 def test_two_blocks_of_one_object_cannot_be_told_apart(either: Subject, actor: Actor, other: Actor) -> None:
     """An error that names thread pools; they are renewed as long as their flow can leave them."""
-    lock = either.lock("k", ttl=0.6)
+    lock = either.lock("k", ttl=30)
     actor.do(enter(either, lock))
     actor.do(enter(either, lock))
     with pytest.raises(LockNotHeld, match="pool of threads"):
         other.do(leave(either, lock))
-    time.sleep(1)
+    assert renewed(either)
     for _ in range(2):
         assert actor.get(lock, "state") == "held"
         actor.do(leave(either, lock))
     assert either.row("k")["owner"] is None
+    lock = either.lock("k", ttl=0.6)
     actor.do(enter(either, lock))
     actor.do(enter(either, lock))
     actor.close()
@@ -192,11 +197,11 @@ def test_a_semaphore_has_one_block_in_each_flow(face: Subject, actor: Actor, oth
 
 
 KINDS: dict[str, Callable[[Subject], Any]] = {
-    "a lock": lambda subject: subject.lock("k", ttl=0.6),
-    "locks": lambda subject: several(subject, "k", "l", ttl=0.6),
-    "a reader": lambda subject: rwlock(subject, ttl=0.6).read(),
-    "a semaphore": lambda subject: semaphore(subject, 3, ttl=0.6),
-    "a leader": lambda subject: leader(subject, ttl=0.6),
+    "a lock": lambda subject: subject.lock("k", ttl=30),
+    "locks": lambda subject: several(subject, "k", "l", ttl=30),
+    "a reader": lambda subject: rwlock(subject, ttl=30).read(),
+    "a semaphore": lambda subject: semaphore(subject, 3, ttl=30),
+    "a leader": lambda subject: leader(subject, ttl=30),
 }
 MANY = ["a lock", "locks", "a reader"]
 """Those of which one flow may have several blocks open."""
@@ -216,10 +221,10 @@ class Keeps:
         return self.exit(None, None, None)
 
 
-def keeps_its_blocks(subject: Subject, seconds: float = 1.5) -> set[Any]:
-    """What is held, and is held still when each lease would have ended twice."""
+def keeps_its_blocks(subject: Subject) -> set[Any]:
+    """What is held, and is held still when each lease has been renewed."""
     before = tenures(subject)
-    time.sleep(seconds)
+    assert renewed(subject)
     assert tenures(subject) == before
     assert alive(subject) == len(before)
     return before
@@ -296,13 +301,17 @@ def test_a_subclass_that_awaits_before_it_enters(subject: Subject, actor: Actor,
 
     made.__class__ = Late
 
-    async def block(seconds: float) -> None:
+    blocks = 3 if shared else 1
+
+    async def block(all_are_in: asyncio.Barrier) -> None:
         async with made:
-            await asyncio.sleep(seconds)
-            assert await asyncio.to_thread(alive, subject) >= 1
+            await all_are_in.wait()
+            assert await asyncio.to_thread(keeps_its_blocks, subject)
+            await all_are_in.wait()
 
     async def crowd() -> None:
-        await asyncio.gather(*(block(1.5) for _ in range(3 if shared else 1)))
+        all_are_in = asyncio.Barrier(blocks)
+        await asyncio.gather(*(block(all_are_in) for _ in range(blocks)))
 
     actor.do(crowd)
     assert tenures(subject) == set()
