@@ -58,6 +58,7 @@ from dblock.core.watchdog.renewals import Renewal, Renewer
 from dblock.core.watchdog.watchdog import Watchdog
 from dblock.core.worker import Worker, start
 from tests.conftest import timed
+from tests.support.lab import renew as renew_now
 from tests.support.steps import pause_of
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
@@ -320,6 +321,14 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+def watchdog_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for its end; meanwhile it looks at short intervals whether there is something to do."""
+    with monkeypatch.context() as patched:
+        timed(patched, attention=0.02)
+        runtime.current.watchdog.wake()
+        wait_until(lambda: runtime.current.watchdog._thread is None)
+
+
 def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
     """Take and release, and nothing else is sent."""
     for _ in range(50):
@@ -333,7 +342,7 @@ def test_short_holds_do_not_disturb_the_watch(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch, duration: float
 ) -> None:
     """It is started once, and runs now and then, not at each hold; also if a round is long, as with many holds."""
-    wait_until(lambda: runtime.current.watchdog._thread is None)
+    watchdog_ends(monkeypatch)
     looks: list[int] = []
     look = runtime.current.watchdog._look_at_all
 
@@ -407,7 +416,10 @@ def test_a_failing_renewal_is_tried_again(store: FakeStore) -> None:
         assert lock.state == "at_risk"
         healed.set()
         wait_until(lambda: lock.state == "held")
-        time.sleep(1.5)
+        before = store.sent.count("renew")
+        renew_now()
+        wait_until(lambda: store.sent.count("renew") > before)
+    assert deliveries.flush(20)
     assert risks == [lock]
     assert not losses
 
@@ -439,21 +451,29 @@ def test_callbacks_may_fail_and_hang(store: FakeStore, caplog: pytest.LogCapture
     """The watchdog does not notice. Other locks' callbacks notice one that hangs, and none that fails."""
     store.answers["renew"] = lambda _: []  # all leases are over
     store.answers["alive"] = lambda _: []
-    go, told = threading.Event(), threading.Event()
+    go, hangs, told = threading.Event(), threading.Event(), threading.Event()
 
     def fails(lock: object, reason: Reason) -> None:
         raise RuntimeError("mine")
 
+    def hang(lock: object, reason: Reason) -> None:
+        hangs.set()
+        go.wait(20)
+
     locks = [
-        FakeLock(store, "a", ttl=0.6, on_lost=fails),
-        FakeLock(store, "b", ttl=0.6, on_lost=lambda *_: go.wait(20)),
-        FakeLock(store, "c", ttl=0.6, on_lost=lambda *_: told.set()),
+        FakeLock(store, "a", on_lost=fails),
+        FakeLock(store, "b", on_lost=hang),
+        FakeLock(store, "c", on_lost=lambda *_: told.set()),
     ]
-    for lock in locks:
-        lock.acquire()
-    wait_until(lambda: {lock.state for lock in locks} == {"lost"})
-    assert not told.is_set()
-    go.set()
+    try:
+        for lock in locks:  # one after the other, since those that are lost at once are told of in any order
+            lock.acquire()
+            renew_now()
+            wait_until(lambda lock=lock: lock.state == "lost")  # type: ignore[misc]
+            assert lock is not locks[1] or hangs.wait(20)
+        assert not told.is_set()
+    finally:
+        go.set()
     assert told.wait(20)
     assert "callback of the lock" in caplog.text
     for lock in locks:
@@ -468,12 +488,13 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     thread = threading.Thread(target=lock.acquire)
     thread.start()
     thread.join()
-    time.sleep(1.5)
+    wait_until(lambda: not runtime.current.watchdog._holds)
     assert store.sent.count("renew") == 0
 
 
-def test_the_watchdog_ends_when_idle(store: FakeStore) -> None:
+def test_the_watchdog_ends_when_idle(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads too; the next lock starts it again."""
+    timed(monkeypatch, attention=0.2)
     for _ in range(2):
         with FakeLock(store, ttl=0.6):
             wait_until(lambda: "renew" in store.sent)
@@ -595,8 +616,11 @@ def test_a_detach_that_was_used_before_its_answer_is_no_loss(store: FakeStore) -
 
 
 @pytest.mark.parametrize("error", [LockStoreError("away"), StoreUnanswered("away"), KeyboardInterrupt()])
-def test_a_detach_that_failed_leaves_the_hold(store: FakeStore, error: BaseException) -> None:
+def test_a_detach_that_failed_leaves_the_hold(
+    store: FakeStore, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is renewed as before: the next renewal finds out whether the tenure was handed over."""
+    timed(monkeypatch, retry_budget=0.1)
     lock = FakeLock(store)
     lock.acquire()
     [hold] = current_flow().holds.values()
@@ -981,7 +1005,10 @@ def test_a_callback_looks_and_does_not_act(store: FakeStore) -> None:
                 act()
         seen.append("done")
 
-    with FakeLock(store, ttl=2.0, on_at_risk=risky) as lock:
+    with FakeLock(store, on_at_risk=risky) as lock:
+        [hold] = current_flow().holds.values()
+        hold.lease.renewed -= hold.lease.term / 2  # the last renewal was so much earlier
+        runtime.current.watchdog.wake()
         wait_until(lambda: "done" in seen)
         lock.check()
     assert seen == [("at_risk", 7, 1), "done"]
@@ -1027,6 +1054,8 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
         patched.setattr(threading.Thread, "start", fails)
         wait_until(lambda: refused)
         wait_until(lambda: not watchdog.holds(store, "k"))
+        timed(patched, attention=0.2)
+        watchdog.wake()
         time.sleep(2.5 * timing.DEFAULT.attention)  # two rounds in which nothing else is to be done
         assert not told
     wait_until(lambda: told)
@@ -1078,7 +1107,7 @@ def test_the_watchdog_survives_what_logging_raises(store: FakeStore) -> None:
 @pytest.mark.parametrize("renewed", [True, False])
 def test_a_take_that_no_thread_would_renew(store: FakeStore, monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
     """Out of threads: it is given back and raises, unless it needs no renewal; the next one starts the watchdog."""
-    wait_until(lambda: runtime.current.watchdog._thread is None)
+    watchdog_ends(monkeypatch)
 
     def fails(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -1093,7 +1122,7 @@ def test_a_take_that_no_thread_would_renew(store: FakeStore, monkeypatch: pytest
         else:
             assert first.acquire()
     assert runtime.current.watchdog._thread is None
-    with FakeLock(store, "b", ttl=2.0):
+    with FakeLock(store, "b", ttl=1.2):
         wait_until(lambda: "renew" in store.sent)
     if not renewed:
         first.release()

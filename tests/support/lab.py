@@ -20,7 +20,7 @@ from typing import Any, Self
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core import runtime
+from dblock.core import clock, runtime
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
@@ -230,24 +230,48 @@ def remaining(subject: Subject, key: str = "k") -> float:
     return float(str(seconds))
 
 
-def renewed(subject: Subject, seconds: float = 10.0) -> bool:
-    """Whether the watchdog renews all tenures in the database once they are due, which they are at once.
-
-    Such a test gives the lease time for a busy machine, and does not wait for a third of it.
-    """
-    before = _ends(subject)
-    time.sleep(0.002)  # SQLite's clock ticks in milliseconds
+def renew() -> None:
+    """Let all leases of this process be due for renewal now, in place of a third of their ttl later."""
     for hold in list(runtime.current.watchdog._holds):
         if hold.lease.renewing:
             hold.lease.due = hold.lease.now()
     runtime.current.watchdog.wake()
-    return until(lambda: all(end > before.get(key, "") for key, end in _ends(subject).items()), seconds)
 
 
-def _ends(subject: Subject) -> dict[str, str]:
-    """When the leases of all tenures end."""
-    rows = run(subject.database, "SELECT lock_key, expires_at FROM locks WHERE owner IS NOT NULL")
-    return {str(key): str(end) for key, end in rows}
+def renewed(subject: Subject, key: str = "%") -> bool:
+    """Whether the watchdog renews the tenures in the database once they are due, which they are at once.
+
+    Such a test gives the lease time for a busy machine, and does not wait for a third of it.
+    """
+    return _is_lengthened(subject, f"locks WHERE owner IS NOT NULL AND lock_key LIKE '{key}'", renew)
+
+
+def kept(subject: Subject) -> bool:
+    """Whether the watchdog keeps all places in queues once their heartbeats are due, which they are at once."""
+
+    def keep() -> None:
+        for place in list(runtime.current.watchdog._places.values()):
+            place.due = clock.now()
+        runtime.current.watchdog.wake()
+
+    return _is_lengthened(subject, "lock_waiters", keep)
+
+
+def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None]) -> bool:
+    """Whether there are such rows, and all of them end later than they do now."""
+
+    def ends() -> dict[str, str]:
+        found = run(subject.database, f"SELECT owner, expires_at FROM {rows}")
+        return {str(owner): str(end) for owner, end in found}
+
+    def end_later() -> bool:
+        found = ends()
+        return bool(found) and all(end > before.get(owner, "") for owner, end in found.items())
+
+    before = ends()
+    time.sleep(0.002)  # SQLite's clock ticks in milliseconds
+    begin()
+    return until(end_later, 10)
 
 
 def alive(subject: Subject, pattern: str = "%") -> int:
