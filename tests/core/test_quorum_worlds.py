@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(300)
 def test_two_clients(fault: str | None) -> None:
     """Never two at a time unless a clock has jumped; fences always grow; nothing is left."""
     seen = explore(() if fault is None else (fault,), 0 if fault is None else 1)
-    assert seen.states > 3000
-    assert seen.both > 50, "both get it in turn in some of them"
+    assert seen.states > 1500
+    assert seen.both > 25, "both get it in turn in some of them"
 
 
 @pytest.mark.parametrize("fault", FAULTS if LONG else ["lost", "wipe", "clock"])
@@ -65,7 +65,8 @@ def test_without_a_quarantine_two_have_a_majority() -> None:
 
 
 def test_trust_by_the_latest_answer_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explore(("pause", "wait"), 2, start=held_unevenly()).both > 5
+    kinds = ("pause", "wait") if LONG else ("pause",)
+    assert explore(kinds, len(kinds), start=held_unevenly()).both > 5
     monkeypatch.setattr(protocol, "trusted_until", lambda moments, _quorum: max(moments, default=float("-inf")))
     with pytest.raises(AssertionError, match="two have a majority"):
         _ = explore(("pause",), 1, start=held_unevenly())

@@ -155,7 +155,7 @@ def explore(kinds: tuple[str, ...], faults: int, rules: Rules | None = None, sta
 def _explored(kinds: tuple[str, ...], faults: int, rules: Rules, start: World) -> Explored:
     seen, stack = Explored(), [start]
     while stack:
-        now = stack.pop()
+        now = _with_clients_in_order(stack.pop())
         seen._seen.add(now)
         if len(seen._seen) == seen.states:  # it was there; to ask first would hash it twice
             continue
@@ -168,6 +168,20 @@ def _explored(kinds: tuple[str, ...], faults: int, rules: Rules, start: World) -
             seen.both += len(now.returned) > 1
         stack += following
     return seen
+
+
+def _with_clients_in_order(now: World) -> World:
+    """One of two worlds that differ in which of the two clients is which: what can follow is the same."""
+    first, second = now.clients
+    if hash(first) <= hash(second):
+        return now
+    databases = tuple(each._replace(row=_swapped(each.row), before=_swapped(each.before)) for each in now.databases)
+    messages = frozenset(each._replace(client=1 - each.client) for each in now.messages)
+    return World(databases, (second, first), messages, now.time, now.faults, now.returned)
+
+
+def _swapped(row: Row) -> Row:
+    return row if row.owner < 0 else Row(1 - row.owner, row.fence, row.expires)
 
 
 def check(now: World) -> None:
