@@ -79,11 +79,11 @@ def test_options_without_a_name(face: Subject) -> None:
         make(30)
 
 
-def test_contradictions_are_refused(face: Subject) -> None:
+def test_contradictions_are_refused(either: Subject) -> None:
     """An end of a renewal that there is not."""
     with pytest.raises(ValueError, match="max_hold says when renewal ends, and with renew=False there is none"):
-        face.lock("k", renew=False, max_hold=3)
-    face.lock("k", renew=False, max_hold=None)
+        either.lock("k", renew=False, max_hold=3)
+    either.lock("k", renew=False, max_hold=None)
 
 
 # -- decorators
@@ -267,8 +267,8 @@ def _is_lost(actor: Actor, lock: Any) -> bool:
 
 def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
-    for options in ({"renew": False}, {"max_hold": 1.1}):
-        lock = async_face.lock("k", ttl=1, **options)
+    for options in ({"ttl": 0.3, "renew": False}, {"ttl": 1, "max_hold": 0.5}):
+        lock = async_face.lock("k", **options)
         actor.call(lock, "acquire")
         until(partial(_is_lost, actor, lock))
         with pytest.raises(LockLost) as caught:

@@ -177,20 +177,20 @@ def test_the_end_of_a_block_leaves_no_other_flows(
     assert tenures(either) == set()
 
 
-def test_a_semaphore_has_one_block_in_each_flow(face: Subject, actor: Actor, other: Actor) -> None:
+def test_a_semaphore_has_one_block_in_each_flow(either: Subject, actor: Actor, other: Actor) -> None:
     """As two generators of a thread have them: nothing would say which of the two ends."""
-    sem = semaphore(face, 3)
-    permit = actor.do(enter(face, sem))
+    sem = semaphore(either, 3)
+    permit = actor.do(enter(either, sem))
     with pytest.raises(LockError, match=r"enter a semaphore\.permit\(\) of its own for each block"):
-        actor.do(enter(face, sem))
-    second = other.do(enter(face, sem))
-    actor.do(leave(face, sem))
+        actor.do(enter(either, sem))
+    second = other.do(enter(either, sem))
+    actor.do(leave(either, sem))
     assert (permit.state, second.state) == (None, "held")
-    third = actor.do(enter(face, sem))
-    other.do(leave(face, sem))
+    third = actor.do(enter(either, sem))
+    other.do(leave(either, sem))
     assert third.state == "held"
-    actor.do(leave(face, sem))
-    assert tenures(face) == set()
+    actor.do(leave(either, sem))
+    assert tenures(either) == set()
 
 
 # -- ends that no `with` has loaded, and such as are kept
@@ -317,30 +317,30 @@ def test_a_subclass_that_awaits_before_it_enters(subject: Subject, actor: Actor,
     assert tenures(subject) == set()
 
 
-def test_a_permit_object_is_one_permit(face: Subject, actor: Actor, other: Actor) -> None:
+def test_a_permit_object_is_one_permit(either: Subject, actor: Actor, other: Actor) -> None:
     """Who shares it among threads or tasks is told, also while it is being taken: else all would be inside at once."""
-    sem = semaphore(face, 1)
-    for lock in (permit := sem.permit(), several(face, permit)):
-        actor.do(enter(face, lock))
+    sem = semaphore(either, 1)
+    for lock in (permit := sem.permit(), several(either, permit)):
+        actor.do(enter(either, lock))
         with pytest.raises(LockError, match=r"another thread's or task's: make a semaphore\.permit\(\) for each block"):
-            other.do(enter(face, lock))
-        actor.do(enter(face, lock))
-        actor.do(leave(face, lock))
+            other.do(enter(either, lock))
+        actor.do(enter(either, lock))
+        actor.do(leave(either, lock))
         assert permit.state == "held"
-        actor.do(leave(face, lock))
-        assert in_use(face) == []
-        other.do(enter(face, lock))
-        other.do(leave(face, lock))
+        actor.do(leave(either, lock))
+        assert in_use(either) == []
+        other.do(enter(either, lock))
+        other.do(leave(either, lock))
     actor.call(sem, "acquire")
-    waiting = other.start(enter(face, permit))
+    waiting = other.start(enter(either, permit))
     assert until(lambda: permit._is_being_taken)
     with pytest.raises(LockError, match="for each block"):
-        actor.do(enter(face, permit))
+        actor.do(enter(either, permit))
     actor.call(sem, "release")
     waiting.result(10)
-    assert in_use(face) == [0]
-    other.do(leave(face, permit))
-    assert in_use(face) == []
+    assert in_use(either) == [0]
+    other.do(leave(either, permit))
+    assert in_use(either) == []
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)

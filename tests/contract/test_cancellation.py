@@ -83,7 +83,7 @@ def test_a_cancelled_holder_releases(async_driver: Subject, actor: Actor) -> Non
     )
     for number, (work, min_hold) in enumerate(itertools.product(ways, (0, 0, 0, 0.02, 0.02, 0.02))):
         lock = async_driver.lock(f"k{number}", ttl=60, min_hold=min_hold)
-        actor.do(partial(storm, work(lock), partial(is_held, async_driver), 0.05))
+        actor.do(partial(storm, work(lock), partial(is_held, async_driver), 0.02))
         assert until(lambda: not is_held(async_driver)), number
         assert actor.get(lock, "state") is None
 

@@ -166,10 +166,10 @@ def _trigger(database: str, words: str) -> Iterator[None]:
             run(database, "DROP FUNCTION rude()")
 
 
-def test_what_is_no_key(face: Subject) -> None:
+def test_what_is_no_key(either: Subject) -> None:
     """InvalidKey shows what it was."""
     for key in (f"{TEXT}\0", f"\ud800{TEXT}", TEXT * 9, ""):
-        assert refused(InvalidKey, partial(face.lock, key)).key == key
+        assert refused(InvalidKey, partial(either.lock, key)).key == key
 
 
 def test_those_who_wait_for_each_other(protocol: Subject, actor: Actor, other: Actor) -> None:

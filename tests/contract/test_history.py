@@ -21,17 +21,17 @@ from dblock.operating import administration, history
 from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, ready, run, url
+from tests.conftest import observer, ready, run, timed, url
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
-from tests.support.lab import expire, until
+from tests.support.lab import expire, renew, until
 from tests.support.subjects import Actor, Subject
 
 
 @pytest.fixture
-def face(face: Subject) -> Iterator[Subject]:
+def either(either: Subject) -> Iterator[Subject]:
     """With a history."""
-    with kept(face, 1000) as own:
+    with kept(either, 1000) as own:
         yield own
 
 
@@ -47,6 +47,13 @@ def sync_protocol(sync_protocol: Subject) -> Iterator[Subject]:
     """With a history."""
     with kept(sync_protocol, 1000) as own:
         yield own
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written a tenth of a second later, in place of a second."""
+    timed(monkeypatch, attention=0.1)
+    runtime.current.watchdog.wake()
 
 
 class kept:  # noqa: N801 - reads as a word
@@ -94,22 +101,25 @@ def brief(events: list[EventInfo]) -> list[tuple[str, str]]:
     return [(event.kind, event.detail) for event in events]
 
 
-def test_what_became_of_a_lock(face: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]) -> None:
+@pytest.mark.usefixtures("soon")
+def test_what_became_of_a_lock(
+    either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]
+) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
-    lock = face.lock("k", label="tea")
+    lock = either.lock("k", label="tea")
     began = time.monotonic()
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")  # nobody else's business
     fence = actor.get(lock, "fence")
-    assert not other.call(face.lock("k"), "acquire", timeout=0)
+    assert not other.call(either.lock("k"), "acquire", timeout=0)
     [third] = actors(1)
-    waiting = third.start(lambda: getattr(face.lock("k"), face.method("acquire"))(timeout=30))
-    assert until(lambda: waiters(face), 10)
+    waiting = third.start(lambda: getattr(either.lock("k"), either.method("acquire"))(timeout=30))
+    assert until(lambda: waiters(either), 10)
     time.sleep(0.2)
     for _ in range(2):
         actor.call(lock, "release")
     assert waiting.result(30)
-    took, gave_up, left, next_ = sorted(written(face, 4), key=lambda event: (event.fence > fence, -event.age))
+    took, gave_up, left, next_ = sorted(written(either, 4), key=lambda event: (event.fence > fence, -event.age))
     assert brief([took, gave_up, left]) == [("acquired", "at_once"), ("gave_up", "timeout"), ("released", "released")]
     assert (next_.kind, next_.detail in {"waited", "handed_over"}) == ("acquired", True)
     assert (took.fence, left.fence, gave_up.fence, next_.fence > fence) == (fence, fence, 0, True)
@@ -117,18 +127,20 @@ def test_what_became_of_a_lock(face: Subject, actor: Actor, other: Actor, actors
     assert all(event.identity.pid == os.getpid() for event in (took, gave_up, left, next_))
     assert took.identity == left.identity != gave_up.identity
     assert 0.2 <= left.seconds <= took.age - left.age + 1
-    third.call(face.lock("k"), "release")
+    third.call(either.lock("k"), "release")
     assert 0.1 <= next_.seconds < 30
     assert 0 <= left.age <= gave_up.age <= took.age <= time.monotonic() - began + 0.01
 
 
-def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("soon")
+def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = sync_protocol.lock("k", ttl=3)
+    lost = sync_protocol.lock("k", ttl=30)
     actor.call(lost, "acquire")
     expire(sync_protocol)
     store = lost._store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))
+    renew()
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
     acquired, *more = written(sync_protocol, 3)
     assert sorted(event.kind for event in more) == ["forced", "lost"]
@@ -155,6 +167,7 @@ def test_a_tenure_has_ended_before_the_next_began() -> None:
         ]
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
     monkeypatch.setattr(history, "OF_KEY", 4)
@@ -168,6 +181,7 @@ def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monk
     assert busy[-1].detail == "6"
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_is_noted_is_bounded(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of very many keys."""
     monkeypatch.setattr(history, "OF_ALL", 4)
@@ -226,6 +240,7 @@ subject.lock("k").acquire()
     assert [event.kind for event in written(sync_protocol, 3)] == ["acquired", "released", "acquired"]
 
 
+@pytest.mark.usefixtures("soon")
 def test_it_keeps_no_lock_from_working(
     protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +259,7 @@ def test_it_keeps_no_lock_from_working(
     assert len(written(protocol, 2)) == 2
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread to be had that once: it is written later, as is what comes then."""
     ready(request, "sqlite")
@@ -287,6 +303,7 @@ for _ in range(3):
         assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
 
 
+@pytest.mark.usefixtures("soon")
 def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
     """Two engines of one address: what happens through the one without a history is not written."""
     plain = Subject("sqlalchemy", "sync", "sqlite")

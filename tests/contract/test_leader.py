@@ -35,7 +35,7 @@ from dblock.core.values import margin
 from dblock.operating import administration
 from tests.conftest import ALIASES, timed
 from tests.contract.test_queue import waiters
-from tests.support.lab import remaining, until
+from tests.support.lab import remaining, renewed, until
 from tests.support.subjects import Actor, Subject
 
 KEY = "k"
@@ -402,8 +402,8 @@ def test_a_leader_object_that_is_dropped_leads_no_more(
 
         leader = db_leader(either.engine, KEY, ttl=1.5)
     assert actor.call(leader, "campaign")
-    time.sleep(2.0)
-    assert leader.is_leader, "it was not renewed"
+    assert renewed(either)
+    assert leader.is_leader
     del leader
     assert until(lambda: remaining(either) < 0, 5)
 

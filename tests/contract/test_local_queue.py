@@ -150,7 +150,7 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     """Whichever way the key went on inside the process, and not whom the first of them saw."""
     # The first is granted the key by the database.
     timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0)
-    holder, next_, late = (either.lock("k", label=label, timeout=2.0) for label in ("first", "second", "third"))
+    holder, next_, late = (either.lock("k", label=label, timeout=1.4) for label in ("first", "second", "third"))
     actor.call(holder, "acquire")
     second = other.start(getattr(next_, either.method("acquire")))
     assert until(lambda: waiters(either) == 1)

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -39,7 +38,7 @@ from sqlalchemy_dblock import attach, db_lock, metadata, metadata_for, reap
 from tests.conftest import INNODB, observer, url
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
-from tests.support.lab import until
+from tests.support.lab import renew, until
 
 pytestmark = pytest.mark.direct
 
@@ -211,13 +210,15 @@ def test_locks_live_there(place: Place) -> None:
     metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
     engine, turns = place.engine, list[int | None]()
     waiters = [threading.Thread(target=wait_for_it, args=(engine, turns)) for _ in range(2)]
-    with db_lock(engine, "k", ttl=2, timeout=5) as lock:
+    with db_lock(engine, "k", ttl=20, timeout=5) as lock:
         turns.append(lock.fence)
         for each in waiters:
             each.start()
-        with db_lock(engine, "k", ttl=2):
+        with db_lock(engine, "k", ttl=20):
             assert lock.verify()
-        time.sleep(2.4)
+        trusted = lock.remaining
+        renew()
+        assert until(lambda: lock.remaining > trusted), "it was not renewed"
         with engine.connect() as connection, connection.begin():
             lock.guard(connection)
             if place.database != "sqlite":  # where it would be the second writer

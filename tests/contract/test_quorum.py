@@ -38,7 +38,7 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import ready, run
-from tests.support.lab import close_django, until
+from tests.support.lab import close_django, renew, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -196,7 +196,7 @@ def test_a_slow_wait_is_logged_once(place: Place, caplog: pytest.LogCaptureFixtu
     one, two = place.actors
     lock = place.lock()
     assert one.call(lock, "acquire") is True
-    assert two.call(place.lock(timeout=2, slow_wait=0.2), "acquire") is False
+    assert two.call(place.lock(timeout=1, slow_wait=0.2), "acquire") is False
     assert len([line for record in caplog.records if "has been waiting" in (line := record.getMessage())]) == 1
     one.call(lock, "release")
 
@@ -210,10 +210,12 @@ def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
     fence = actor.get(lock, "fence")
     run("postgresql", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
     assert holders() == ["sqlite", "mariadb"]
+    renew()
     assert until(lambda: holders() == list(THREE), 15)
     assert actor.get(lock, "state") == "held"
     assert min(fences()) >= fence
     run("mariadb", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
+    renew()
     assert until(lambda: holders() == list(THREE), 15)
     assert until(lambda: set(actor.get(lock, "answers").values()) == {"granted"}, 15), actor.get(lock, "answers")
     actor.do(lock.check)
@@ -241,7 +243,7 @@ def test_a_lost_majority_stays_lost(place: Place) -> None:
     assert actor.get(lock, "valid_for") == 0.0
     for database in ("postgresql", "mariadb"):
         run(database, "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
-    time.sleep(1)
+    time.sleep(0.6)  # longer than a third of the ttl
     assert actor.get(lock, "state") == "lost"
     with pytest.raises(LockLost):
         actor.call(lock, "verify")
@@ -268,7 +270,7 @@ def test_a_new_database_does_not_count_at_once(place: Place) -> None:
     """Nor one that came back empty: its locks may be relied on for as long as the longest lease lasts."""
     [actor, _] = place.actors
     run("postgresql", "DELETE FROM locks")
-    lock = place.lock(ttl=2)
+    lock = place.lock(ttl=1.5)
     assert actor.call(lock, "acquire") is True
     assert holders() == ["sqlite", "mariadb"]
     answers = actor.get(lock, "answers")
@@ -277,7 +279,7 @@ def test_a_new_database_does_not_count_at_once(place: Place) -> None:
     actor.call(lock, "release")
     run("sqlite", "DELETE FROM locks")
     run("mariadb", "DELETE FROM locks")
-    lock = place.lock("other", ttl=2)
+    lock = place.lock("other", ttl=1.5)
     with pytest.raises(QuorumUnavailable, match="counts in") as few:
         actor.call(lock, "acquire", timeout=0)
     assert len(few.value.answers) == 2 or len(few.value.answers) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,9 +22,9 @@ from dblock.core.protocol.store import Store
 from dblock.core.watchdog import reaping as background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import ready, run, url
+from tests.conftest import ready, run, timed, url
 from tests.faults.test_shutdown import process
-from tests.support.lab import until
+from tests.support.lab import renewed, until
 from tests.support.subjects import Actor, Subject
 
 LONG_AGO = "'2020-01-01 00:00:00.000000'"
@@ -34,8 +33,9 @@ Making = Callable[..., Subject]
 
 
 @pytest.fixture
-def reaping(subject: Subject) -> Iterator[Making]:
-    """The subject with other settings, and one row that nobody has used for years."""
+def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
+    """The subject with other settings, and one row that nobody has used for years; the watchdog looks often."""
+    timed(monkeypatch, attention=0.1)
     leave_old(subject, "old")
     own = replace(subject)
     settings: list[Any] = []
@@ -155,6 +155,7 @@ def test_it_is_off_unless_asked_for(
 
 ENDING = """
 from django.test import override_settings
+from dblock.core import timing
 from dblock.core.protocol import reaping as protocol
 from tests.support.lab import until
 from tests.support.subjects import Actor
@@ -166,6 +167,7 @@ def sleep(store, seconds):
     yield from plainly(store, 600.0)
 
 protocol.sleep = sleep
+timing.DEFAULT = timing.DEFAULT._replace(attention=0.1)
 if subject.variant == "django":
     override_settings(DBLOCK={"REAP_EVERY": 0.1}).enable()
 else:
@@ -244,7 +246,7 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
 
 
 def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease of a second is renewed while a reaping gets no answer, and the watchdog goes on."""
+    """A lease is renewed while a reaping gets no answer, and the watchdog goes on."""
     subject, go, waits = actor_of_postgresql.subject, threading.Event(), threading.Event()
     engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})
     store = store_for(engine)
@@ -258,9 +260,9 @@ def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: py
 
     monkeypatch.setattr(store, "execute", execute)
     try:
-        with db_lock(engine, "k", ttl=1.0) as lock:
+        with db_lock(engine, "k", ttl=30) as lock:
             assert until(lambda: actor_of_postgresql.within(db_lock(engine, "other")) or waits.is_set(), 15)
-            time.sleep(1.5)
+            assert renewed(subject, "k")
             assert lock.state == "held"
             assert lock.verify()
             assert len(reapers()) == 1

@@ -101,7 +101,7 @@ def test_no_token_is_told(
     holder.guard(lock)
     holder.write()
     holder.end("commit")
-    assert other.call(theirs, "acquire", timeout=0.5) is False
+    assert other.call(theirs, "acquire", timeout=0.2) is False
     refused(lambda: other.call(theirs, "release"))
     waiting = other.actor.start(getattr(theirs, other.subject.method("acquire")))
     while not run(database, "SELECT 1 FROM lock_waiters"):

@@ -32,7 +32,7 @@ from dblock.core.values import SHARE
 from tests.conftest import ALIASES, DATABASES, SELDOM, ready, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import labels_in_line, waiters
-from tests.support.lab import EVERYWHERE, remaining, until
+from tests.support.lab import EVERYWHERE, remaining, renewed, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
@@ -267,16 +267,17 @@ def test_a_dead_holder(protocol: Subject, actor: Actor, other: Actor) -> None:
 def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Actors) -> None:
     """However long a permit that was collected before had to wait for the others."""
     one, two, three = actors(3)
-    first, several, later = semaphore(protocol, 2), semaphore(protocol, 2, min_hold=1), semaphore(protocol, 2)
+    first, several, later = semaphore(protocol, 2), semaphore(protocol, 2, min_hold=0.7), semaphore(protocol, 2)
     assert one.call(first, "acquire")
     waiting = two.start(lambda: getattr(several, protocol.method("acquire"))(n=2, timeout=30))
-    time.sleep(1.2)
+    assert until(lambda: len(in_use(protocol)) == 2)
+    time.sleep(0.7)
     one.call(first, "release")
     assert waiting.result(30) is True
     begun = time.monotonic()
     two.call(several, "release", 2)
     assert three.call(later, "acquire", timeout=30)
-    assert time.monotonic() - begun > 0.7
+    assert time.monotonic() - begun > 0.4
 
 
 def test_what_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
@@ -298,15 +299,17 @@ def test_what_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) 
 
 def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Also while several are gathered; and no longer once the object is gone."""
-    sem = semaphore(protocol, 3, ttl=0.9)
+    sem = semaphore(protocol, 3, ttl=1.5)
     assert actor.call(sem, "acquire", n=2)
-    time.sleep(1.5)
+    assert renewed(protocol)
     assert [permit.state for permit in sem.held] == ["held", "held"]
     assert len(in_use(protocol)) == 2
     slow = semaphore(protocol, 3, ttl=0.9)
     waiting = other.start(lambda: getattr(slow, protocol.method("acquire"))(n=2, timeout=9))
-    time.sleep(1.5)
-    assert len(in_use(protocol)) == 3, "the one that it has by now"
+    assert until(lambda: len(in_use(protocol)) == 3), "the one that it has by now"
+    first = _newest(protocol)
+    assert until(lambda: _newest(protocol) > first), "and which it renews"
+    assert len(in_use(protocol)) == 3
     actor.call(sem, "release")
     assert waiting.result(30) is True
     assert [permit.state for permit in slow.held] == ["held", "held"]
@@ -314,6 +317,12 @@ def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:
     del sem, held[:]
     _ = gc.collect()
     assert other.call(slow, "acquire", timeout=9), "of an object that is gone"
+
+
+def _newest(subject: Subject) -> list[tuple[Any, ...]]:
+    """The latest tenure of a slot, and when it ends."""
+    where = "lock_key > 'k' AND owner IS NOT NULL"
+    return subject.run(f"SELECT fence, expires_at FROM locks WHERE {where} ORDER BY fence DESC LIMIT 1")
 
 
 def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> None:

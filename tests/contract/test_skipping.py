@@ -120,8 +120,8 @@ def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
         make("k", on_busy="skip", otherwise=0)
 
 
-def test_options_that_make_no_sense(face: Subject) -> None:
+def test_options_that_make_no_sense(either: Subject) -> None:
     with pytest.raises(ValueError, match='on_busy is "raise" or "skip"'):
-        face.lock("k", on_busy="wait")
+        either.lock("k", on_busy="wait")
     with pytest.raises(ValueError, match='say on_busy="skip" as well'):
-        face.lock("k", otherwise=1)
+        either.lock("k", otherwise=1)

@@ -15,8 +15,10 @@ from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SERVERS, observer, ready, run, url
+from tests.support.lab import renewed
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
+from tests.support.subjects import Subject
 
 
 @pytest.mark.parametrize("database", SERVERS)
@@ -36,7 +38,7 @@ def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: st
     while locks[7].state == "at_risk" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert {lock.state for lock in locks} == {"held"}
-    time.sleep(2)
+    assert renewed(Subject("sqlalchemy", "sync", database))
     for lock in locks:
         assert lock.verify()
         lock.release()
@@ -61,8 +63,8 @@ def test_a_thread_that_outlives_the_function_of_its_process(request: pytest.Fixt
 def _leave_a_thread(place: str, told: Any) -> None:
     def work() -> None:
         engine = create_engine(place)
-        with db_lock(engine, "k", ttl=2) as lock:
-            time.sleep(3)
+        with db_lock(engine, "k", ttl=1.5) as lock:
+            time.sleep(2)
             told.send(lock.state)
 
     threading.Thread(target=work).start()
