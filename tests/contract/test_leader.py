@@ -173,7 +173,7 @@ def in_a_thread(body: Callable[[], object]) -> Callable[[], Any]:
 
 def test_the_belief_ends_before_the_lease(either: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """By the margin for clocks that run at different rates; nobody else is elected before."""
-    leader = candidate(ttl=1.5, max_hold=1.5)
+    leader = candidate(ttl=1.5, max_hold=0.4)
     assert actor.call(leader, "campaign")
     left = remaining(either)
     now = time.monotonic()  # the lease ends `left` seconds from now at the latest

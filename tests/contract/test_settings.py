@@ -556,7 +556,7 @@ def test_the_first_use_says_what_is_wrong(subject: Configured, actors: Callable[
 
     def says_it() -> bool:
         try:
-            assert actor.call(lock, "acquire", timeout=1) is False  # the time was up before it was known
+            assert actor.call(lock, "acquire", timeout=0.4) is False  # the time was up before it was known
         except LockStoreError as error:
             return re.search(why, str(error)) is not None  # unless the time was up while it connected
         return False

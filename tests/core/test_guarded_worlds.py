@@ -17,6 +17,7 @@ from dblock.core.lock import operations
 from dblock.core.lock.guarded import Guarded
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
+from tests.conftest import timed
 from tests.core.test_holds import FakeLock, FakeStore
 from tests.support.lab import LONG
 from tests.support.model import Interrupted, World
@@ -175,8 +176,9 @@ def explored(most: int, *, raises: bool) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Thousands of losses are not logged."""
+def _quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Thousands of losses are not logged, and who waits asks a dozen times, not a hundred."""
+    timed(monkeypatch, poll_min=0.1)
     with caplog.at_level(logging.CRITICAL, "dblock"):
         yield
 

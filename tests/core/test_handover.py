@@ -192,7 +192,7 @@ def test_one_of_two_bearers(dialect: str, in_advance: bool) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_every_step(fault: str, in_advance: bool) -> None:
     """Never two hold it: a lost answer of detach or attach, a kill, a promotion that lacks one of them, or both."""
-    few = 1 if fault in {"crash", "restart", "promotion"} else 2
+    few = 1 if fault in {"late", "crash", "restart", "promotion"} else 2
     assert explored((fault,), in_advance=in_advance, preemptions=math.inf if LONG else few).states > 50
 
 

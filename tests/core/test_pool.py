@@ -94,7 +94,7 @@ def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
 def test_openings_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many flows try for however long: no more of them than flows at once, and a few; then they go on."""
     timed(monkeypatch, statement_timeout=0.3, local_poll=0.05)
-    pool, end = Pool(most=8), soon(3)
+    pool, end = Pool(most=8), soon(1.5)
 
     def flow() -> None:
         while clock.now() < end:
