@@ -39,7 +39,7 @@ with lock("free"):
     pass
 # in between
 try:
-    with lock("pinned", timeout=0.5):
+    with lock("pinned", timeout=0.3):
         pass
 except LockTimeout as error:
     print(error)
@@ -50,7 +50,7 @@ async def main():
     async with lock("free"):
         pass
     try:
-        async with lock("pinned", timeout=0.5):
+        async with lock("pinned", timeout=0.3):
             pass
     except LockTimeout as error:
         print(error)

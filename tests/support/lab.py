@@ -243,7 +243,7 @@ def renewed(subject: Subject, key: str = "%") -> bool:
 
     Such a test gives the lease time for a busy machine, and does not wait for a third of it.
     """
-    return _is_lengthened(subject, f"locks WHERE owner IS NOT NULL AND lock_key LIKE '{key}'", renew)
+    return _is_lengthened(subject, f"locks WHERE owner IS NOT NULL AND lock_key LIKE '{key}'", renew, 10)
 
 
 def kept(subject: Subject) -> bool:
@@ -254,10 +254,10 @@ def kept(subject: Subject) -> bool:
             place.due = clock.now()
         runtime.current.watchdog.wake()
 
-    return _is_lengthened(subject, "lock_waiters", keep)
+    return _is_lengthened(subject, "lock_waiters", keep, 4)  # before its end: then a waiter joins anew
 
 
-def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None]) -> bool:
+def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None], seconds: float) -> bool:
     """Whether there are such rows, and all of them end later than they do now."""
 
     def ends() -> dict[str, str]:
@@ -266,12 +266,12 @@ def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None]) -> bo
 
     def end_later() -> bool:
         found = ends()
-        return bool(found) and all(end > before.get(owner, "") for owner, end in found.items())
+        return bool(before) and all(found.get(owner, "") > end for owner, end in before.items())
 
     before = ends()
     time.sleep(0.002)  # SQLite's clock ticks in milliseconds
     begin()
-    return until(end_later, 10)
+    return until(end_later, seconds)
 
 
 def alive(subject: Subject, pattern: str = "%") -> int:
