@@ -5,8 +5,11 @@ face's store executes its statements.
 
 Where to look for:
 
-    when trust in a lease ends    `values.Grant.trusted_until` computes it, `holding.lease.Lease` keeps it
-    what frees a key              `statements.common.release`; `acquire.handover.pass_on` grants it to the next instead
+    where a key is taken          `acquire.acquiring`, for `lock.entering`; `acquire.waiting` waits for it
+    what keeps it                 `watchdog.renewals` renews its lease, which `holding.lease` trusts until a local time
+    where it is lost              `watchdog.watchdog` tells the holder; `protocol.tenures.why_lost` reads the reason
+    how it is left                `lock.leaving`; `acquire.handover` hands it to the next, or frees it
+    what an interrupt undoes      `protocol.drive` throws it into the steps; what `acquiring` and `handover` do then
     who is next                   in this process `acquire.local_queue`, among processes `protocol.queue`
     what happens on a fork        `runtime.Runtime.forked`
     where an option goes          `options.Given` explains it, `options.valid_options` checks it

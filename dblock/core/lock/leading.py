@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from dblock.core import runtime, timing
 from dblock.core.acquire.request import Refused
@@ -96,43 +96,23 @@ def _tell(
 class BaseLeader:
     """A candidate for the leadership of a name, apart from how its statements are run."""
 
-    def __init__(
-        self,
-        make_lock: Callable[..., BaseLock],
-        name: str,
-        *,
-        ttl: Seconds = TTL,
-        timeout: Seconds | None = None,
-        on_elected: Told | None = None,
-        on_deposed: Deposed | None = None,
-        on_at_risk: Told | None = None,
-        on_revoke: Callable[[Any, str], object] | None = None,
-        interrupt: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, make_lock: Callable[..., BaseLock], name: str, **options: Unpack[Options]) -> None:
         """`make_lock(name, **options)` makes a lock of the face."""
         if unknown := options.keys() - Options.__annotations__.keys():
             raise unknown_options(sorted(unknown), Options.__annotations__, "db_leader")
-        this = weakref.ref(self)  # a leader object that was dropped hears of nothing
-        for handler, what in ((on_elected, "on_elected"), (on_deposed, "on_deposed")):
-            if handler is not None and not callable(handler):
+        for what in ("on_elected", "on_deposed"):
+            if not ((handler := options.get(what)) is None or callable(handler)):
                 raise TypeError(f"{what} is a function or None, not {handler!r}")
-        lock: Any = make_lock(
-            name,
-            ttl=ttl,
-            timeout=timeout,
-            release="now",
-            slow_wait=None,
-            on_lost=on_deposed and functools.partial(_tell, this, on_deposed),
-            on_at_risk=on_at_risk and functools.partial(_tell, this, on_at_risk),
-            on_revoke=on_revoke and functools.partial(_tell, this, on_revoke),
-            **options,
-        )
+        self._on_elected, self._interrupt = options.pop("on_elected", None), options.pop("interrupt", False)
+        given: dict[str, Any] = {"ttl": TTL, "timeout": None, **options}
+        this = weakref.ref(self)  # a leader object that was dropped hears of nothing
+        for of_lock, ours in (("on_lost", "on_deposed"), ("on_at_risk", "on_at_risk"), ("on_revoke", "on_revoke")):
+            handler = given.pop(ours, None)
+            given[of_lock] = handler and functools.partial(_tell, this, handler)
+        lock: Any = make_lock(name, release="now", slow_wait=None, **given)
         lock._stands_by = True
         self._lock = lock
         """Whose copies the candidacies take; it is never held itself."""
-        self._on_elected = on_elected
-        self._interrupt = interrupt
         self._blocks: list[_Block] = []
         """The blocks without an end of their own, as an ExitStack begins them, each behind a reference to its flow."""
         self._begin_anew()
