@@ -217,7 +217,7 @@ class DbLock:
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.
             UnsupportedDatabase: the alias is not PostgreSQL, MySQL, MariaDB or SQLite.
-            ConnectionDoesNotExist (Django's): DATABASES has no such alias.
+            ConnectionDoesNotExist: an error of Django's; DATABASES has no such alias.
             TypeError, ValueError: any other argument makes no sense.
         """
         if key is ...:

@@ -167,7 +167,7 @@ def _readable(annotation: Any) -> str:
 ELSEWHERE: Final = re.compile(
     r"(collections|contextlib|types|typing|datetime|enum|django|sqlalchemy|celery|pathlib|threading|logging)\b|"
     r"(timedelta|datetime|Callable|Coroutine|Sequence|Mapping|Iterator|AsyncIterator|EllipsisType|TracebackType|Self|"
-    r"Engine|AsyncEngine|Session|AsyncSession|scoped_session|async_scoped_session|Connection|AsyncConnection|MetaData|"
+    r"Engine|AsyncEngine|ConnectionDoesNotExist|Session|AsyncSession|scoped_session|async_scoped_session|Connection|AsyncConnection|MetaData|"
     r"Table|QuerySet|Model|Update|ColumnElement)$|.*\b(CollectorRegistry|TracerProvider|MeterProvider)$|"
     r".*\b(Attaching|Base(Lock|Leader|Semaphore)|NoLock|(Async)?Guarded|Atomic|TaskOptions|Store|Identity|Pinned|How|[A-Z])$|models\."
 )

@@ -8,6 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
     // On a phone a drawing is small: touched, it is shown by itself.
     const link = document.createElement("a");
     link.href = drawing.src;
+    link.className = drawing.className; // of a light or a dark page
     drawing.replaceWith(link);
     link.append(drawing);
   });
@@ -43,7 +44,6 @@ document.addEventListener("DOMContentLoaded", () => {
     });
   window.addEventListener("resize", fit);
   window.addEventListener("load", fit);
-  if (location.pathname.includes("/zh/")) document.querySelector("article").lang = "zh-Hans";
   each("thead th", (head) => {
     if (head.textContent.trim() === "") {
       head.replaceWith(document.createElement("td"));

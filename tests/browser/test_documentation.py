@@ -14,10 +14,14 @@ from tests.support.subjects import LONG
 
 BUILT = ROOT / ".build/docs/html"
 PAGES = [
-    *("index", "start", "choosing", "celery", "monitoring", "runbook", "benchmarks"),
+    *("index", "start", "choosing", "pictures", "clusters", "celery", "monitoring", "runbook", "run", "benchmarks"),
     *("reference", "api/dblock", "api/celery", "zh/start"),
 ]
 """One of each kind: cards, examples, tables, drawings, plots, signatures, Chinese text."""
+CUT = """[...document.querySelectorAll("article :is(pre, img, .table-wrapper)")].filter(
+    each => each.scrollWidth > each.clientWidth + 1 || each.getBoundingClientRect().right > innerWidth
+).map(each => each.textContent.slice(0, 60))"""
+"""Code, pictures and tables of which a part is seen only by scrolling sideways."""
 
 
 @pytest.fixture(scope="module")
@@ -45,5 +49,6 @@ def test_everybody_can_read_it(page: Page, name: str) -> None:
         page.goto(f"file://{BUILT}/{name}.html")
         assert violations(page) == [], (scheme, width)
         assert page.evaluate("document.documentElement.scrollWidth") == width, (scheme, width)
+        assert page.evaluate(CUT) == [], (scheme, width)
     page.remove_listener("pageerror", note)
     assert not errors
