@@ -19,14 +19,13 @@ the state still shows that claim. No temporary failure ends a beat, and no entry
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import json
 import logging
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -44,6 +43,7 @@ from dblock.core.protocol.drive import drive
 
 if TYPE_CHECKING:
     from dblock.core.lock.leading import SyncLeader
+    from dblock.core.protocol.sending import Database
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
@@ -94,7 +94,6 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """What is claimed and not sent: how it was before, and the claim."""
         self._number = 0
         """Number of the last write of the state."""
-        self._sending: ExitStack | None = None
         self._heap: Any = None
         self._told = ""
         if not kwargs.get("lazy"):
@@ -117,7 +116,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
                 return 0.0
             if self._runs is None:
                 self._take_over()
-            with ExitStack() as self._sending:
+            with _undisturbed():
                 seconds = float(super().tick(*args, **kwargs))
                 if self._unsent:
                     self._give_back()
@@ -134,15 +133,11 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             self._heap = None
             self._no_broker(error)
             return PAUSE
-        finally:
-            self._sending = None
         return min(seconds, self.lock_ttl)
 
     def reserve(self, entry: Any) -> Any:
         """Claim it: no other beat sends it any more."""
         _ = self.producer  # connected, before anything is claimed
-        if self._sending is not None:
-            self._sending.enter_context(_undisturbed())
         self._current().check()
         before = _sent(entry)
         reserved = super().reserve(entry)
@@ -167,7 +162,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     def sync(self) -> None:
         """Save the schedule, if it is ours."""
         if self._runs is not None and self._leader is not None:
-            with contextlib.suppress(LockError):
+            with suppress(LockError):
                 self._leader.check()
                 super().sync()
 
@@ -198,6 +193,11 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             raise RuntimeError("this beat is not active")
         return self._leader
 
+    def _tenure(self) -> tuple[Database, str, int]:
+        """Where, and under which fence, the state is read and written; 0, which is none, if the term is over."""
+        leader = self._current()
+        return leader._lock._store().database, self._key, leader.term or 0
+
     def _wait(self) -> bool:
         """Whether it is this process's turn."""
         leader = self._new_leader()
@@ -213,8 +213,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """Read the schedule, and what earlier active beats sent last."""
         leader = self._current()
         leader.check()
-        store, fence = leader._lock._store(), leader.term
-        entered = None if fence is None else drive(states.enter(store.database, self._key, fence))
+        entered = drive(states.enter(*self._tenure()))
         if entered is None:
             raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
         runs = {name: Sent(*sent) for name, sent in json.loads(entered.state or "{}").items()}
@@ -232,7 +231,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             (self._date_anew if anew else self._date)(entry)
         self._write({name: _sent(entry) for name, entry in schedule.items()})
         self._unsent.clear()
-        self._tell("active", "beat: active (fence %d)", fence)
+        self._tell("active", "beat: active (fence %d)", leader.term)
 
     def _give_back(self) -> None:
         """Entries whose message the broker did not take are due again soon; until then others have their turns."""
@@ -259,11 +258,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._date(entry)
 
     def _write(self, runs: dict[str, Sent]) -> None:
-        leader = self._current()
-        store, fence = leader._lock._store(), leader.term
         text = json.dumps(runs, separators=(",", ":"))
         self._number += 1
-        if fence is None or not drive(states.write(store.database, self._key, fence, self._number, text)):
+        if not drive(states.write(*self._tenure(), self._number, text)):
             raise LockLost("somebody else has become active", key=self._key)
         self._runs = runs
 
@@ -273,7 +270,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     def _stand_by(self) -> None:
         leader, self._leader, self._runs = self._leader, None, None
         if leader is not None:
-            with contextlib.suppress(LockError):  # it ends by itself
+            with suppress(LockError):  # it ends by itself
                 leader.resign()
 
     def _tell(self, what: str, message: str, *arguments: object, level: int = logging.INFO) -> None:

@@ -34,8 +34,9 @@ OWN: Final = 2.0
 to end. Also for a database that did not answer at once, if nobody would bring the message back."""
 
 
-def take(spec: Spec, task: Any, key: str, task_id: str, delay: float) -> str:
+def take(task: Any, key: str, task_id: str, delay: float) -> str:
     """The token of a new lock for the message of task `task_id`, due in `delay` seconds; raises LockTimeout."""
+    spec: Spec = task.spec
     timeout = spec.timeout if spec.on_busy == "wait" or spec.timeout is not ... else 0
     lock = spec.queue_lock(task, spec.queue_key(key), timeout, spec.queue_ttl + delay)
     if lock._hold_here() is not None:  # it would be entered once more
@@ -45,19 +46,19 @@ def take(spec: Spec, task: Any, key: str, task_id: str, delay: float) -> str:
         return lock.detach()
 
 
-def first_result(spec: Spec, task: Any, busy: LockTimeout) -> Any:
+def first_result(task: Any, busy: LockTimeout) -> Any:
     """The result of the task of the same kind that has the key; None if somebody else has it.
 
     None also if that task has a result, because its process was killed: its lock is about to end.
     """
     holder = busy.holder
-    if holder is None or holder.label != spec.label_of(task) or not holder.identity.celery_task_id:
+    if holder is None or holder.label != task.spec.label_of(task) or not holder.identity.celery_task_id:
         return None
     result = task.AsyncResult(holder.identity.celery_task_id)
     return None if not isinstance(result.backend, DisabledBackend) and result.ready() else result
 
 
-def accept(spec: Spec, task: Any, lock: SyncLock, text: str) -> LockError | None:
+def accept(task: Any, lock: SyncLock, text: str) -> LockError | None:
     """Hold the lock of the message that this run has come with; else why it does not hold it.
 
     LockLost: its lease has ended. LockTimeout: another run of the same message is under way, or was killed within the
@@ -83,13 +84,13 @@ def accept(spec: Spec, task: Any, lock: SyncLock, text: str) -> LockError | None
             return None
 
 
-def give_up(spec: Spec, task: Any, task_id: Any, text: str) -> None:
+def give_up(task: Any, task_id: Any, text: str) -> None:
     """Release the lock of a message that nobody will run, if it was taken for that task, and its token was not used.
 
     What fails here ends with its lease.
     """
     token = valid_token(text)
-    lock = spec.queue_lock(task, token.tenure.key, 0)
+    lock: SyncLock = task.spec.queue_lock(task, token.tenure.key, 0)
     try:
         info = lock.inspect()
         if info is not None and info.identity.celery_task_id == storable(str(task_id)):

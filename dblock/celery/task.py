@@ -177,18 +177,18 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
                 token = self._kept(run, key, delay)
             if spec.scope != "run" and not token and not (again and spec.on_retry == "release"):
                 try:
-                    token = taken = take(spec, self, key, str(task_id), delay)
+                    token = taken = take(self, key, str(task_id), delay)
                 except LockTimeout as busy:
                     if not hanging and spec.on_busy in {"raise", "wait"}:
                         raise
-                    result = None if hanging else first_result(spec, self, busy)
+                    result = None if hanging else first_result(self, busy)
                     if result is not None:
                         return result
             options["headers"] = Header(str(task_id), token).into(options.get("headers"))
             return super().apply_async(args, kwargs, task_id=task_id, **options)
         except BaseException:  # not sent
             if taken:
-                give_up(spec, self, task_id, taken)
+                give_up(self, task_id, taken)
             elif run is not None:
                 run.passed = None
             raise
@@ -201,8 +201,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
         came = Header.of(self.request.headers, self.request.id)  # it has not come to its lock yet (`before_start`)
         if self.spec.on_retry == "keep" and came.is_for(self.spec.queue_key(key)):
             return came.token
-        if came.token:
-            give_up(self.spec, self, self.request.id, came.token)
+        _drop(self, self.request)
         return ""
 
 
@@ -216,13 +215,13 @@ def _run_message(run: Run, body: Body) -> Any:
     if not header.token:
         return _take_turn(run, body)
     if not header.is_for(spec.queue_key(run.key)):
-        give_up(spec, task, task.request.id, header.token)
+        give_up(task, task.request.id, header.token)
         run.header = header.carrying("")
         return _take_turn(run, body)
     key = spec.queue_key(run.key)
     lock = spec.lock(task, key, 0) if spec.scope == "queue" else spec.queue_lock(task, key, 0)
     try:
-        refused = accept(spec, task, lock, header.token)
+        refused = accept(task, lock, header.token)
         if isinstance(refused, LockLost):
             run.header = header.carrying("")
         elif refused is None and spec.scope == "queue":
@@ -271,24 +270,27 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
 
 
 def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
-    """Run under a lock that is taken now. `busy`: why the message goes back once before the lock is tried."""
+    """Run under a lock that is taken now. `busy`: why the message goes back once before the lock is tried.
+
+    A key that an earlier run of the same task has (`own`) is waited for, and then tried again, whatever `on_busy` says.
+    """
     task, spec = run.task, run.task.spec
     back, me = spec.on_busy in {"retry", "join"}, storable(str(task.request.id or ""))
     waits = spec.on_busy == "wait" or (run.here and back)
     timeout = spec.timeout if waits or spec.timeout is not ... else 0
     while True:
-        untried, own = busy is not None, False
+        own = busy is not None
         if busy is None:
             busy, result = _under(run, spec.lock(task, run.key, timeout), body)
-        if busy is None:
-            return result
-        if not untried:
-            own = bool(me) and isinstance(busy, LockTimeout) and _task_id(busy) == me
+            if busy is None:
+                return result
+            holder = getattr(busy, "holder", None)
+            own = holder is not None and holder.identity.celery_task_id == me != ""
             unknown = isinstance(busy, LockStoreError) and timeout == 0 and spec.on_busy in {"skip", "raise"}
             if (own or unknown) and timeout != OWN:
                 busy, timeout = None, OWN
                 continue
-        if (back or own or untried) and not run.here:
+        if (back or own) and not run.here:
             timeout = _send_back(run, busy)
             busy = None
         elif spec.on_busy == "skip" and isinstance(busy, LockTimeout):
@@ -297,10 +299,6 @@ def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
             return skipped
         else:
             raise busy
-
-
-def _task_id(busy: LockTimeout) -> str:
-    return "" if busy.holder is None else busy.holder.identity.celery_task_id
 
 
 def _send_back(run: Run, busy: Busy) -> float:
@@ -373,20 +371,23 @@ def _run_of(request: Any) -> Run | None:
     return run
 
 
+def _drop(task: Any, request: Any) -> None:
+    """Release the lock that the message of that request carries, if any."""
+    if token := Header.of(getattr(request, "headers", None), request.id).token:
+        give_up(task, request.id, token)
+
+
 def _revoked(sender: Any = None, request: Any = None, **_said: Any) -> None:
     """Nobody runs a message that was revoked or has expired; what a killed run held ends with its lease."""
-    token = Header.of(getattr(request, "headers", None), request.id).token if isinstance(sender, LockTask) else ""
-    if token:
-        _ = elsewhere.submit(give_up, sender.spec, sender, request.id, token)
+    if isinstance(sender, LockTask):
+        _ = elsewhere.submit(_drop, sender, request)
 
 
 def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> None:
     """A run has ended before it came to the lock that its message carries."""
-    if not isinstance(sender, LockTask) or _run_of(sender.request) is not None or state == "RETRY":
-        return
-    token = Header.of(sender.request.headers, sender.request.id).token
-    if token and not (isinstance(retval, Reject) and retval.requeue):
-        give_up(sender.spec, sender, sender.request.id, token)
+    comes_again = state == "RETRY" or (isinstance(retval, Reject) and retval.requeue)
+    if isinstance(sender, LockTask) and _run_of(sender.request) is None and not comes_again:
+        _drop(sender, sender.request)
 
 
 _ = signals.task_revoked.connect(_revoked, dispatch_uid="dblock.celery.revoked", weak=False)
