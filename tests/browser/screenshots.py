@@ -21,7 +21,6 @@ from django.db.backends.signals import connection_created
 from django.test import override_settings
 from playwright.sync_api import Browser, Page, expect
 from rich.console import Console
-from rich.text import Text
 
 from dblock.operating.commands import top as watching
 from tests import conftest
@@ -106,8 +105,7 @@ def shoot_terminal(browser: Browser) -> None:
     console = Console(record=True, width=140, height=18, file=io.StringIO(), force_terminal=True)
     with patch("time.strftime", return_value=TIME):
         rows = sorted(context("default").survey(), key=lambda row: -row.waiters)
-        for line in watching.view(context("default"), watching.Rates(), rows, console.width):
-            console.print(Text(line))
+        console.print(watching._view(context("default"), rows, watching.Rates(), console.height, console.width))
     page = browser.new_page(viewport={"width": 1400, "height": 320})
     page.set_content(f"<body style='margin:0'>{console.export_svg(title='manage.py dblock top')}")
     save(page, "top")

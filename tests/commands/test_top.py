@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import struct
+import sys
 import termios
 import threading
 
@@ -68,3 +69,20 @@ def test_a_live_view(one: Shell) -> None:
     assert "import" in text
     assert b"\x1b[?1049h" in seen, "the other screen"
     assert b"\x1b[?1049l" in seen, "and back"
+
+
+def test_rich_is_only_needed_for_that(one: Shell) -> None:
+    """It says what to install."""
+    import subprocess
+
+    code = """
+import sys
+sys.modules |= {"rich": None, "rich.console": None}
+from dblock.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    argv = [sys.executable, "-c", code, *Shell("sqlalchemy", one.database).argv()[3:]]
+    done = subprocess.run([*argv, "top"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "pip install 'dblock[cli]'" in done.stderr
+    assert subprocess.run([*argv, "ls"], capture_output=True, cwd=ROOT, check=False).returncode == 0

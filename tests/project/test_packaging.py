@@ -250,7 +250,9 @@ def test_the_command_needs_what_its_extra_has() -> None:
     # A module of distributors, from Python 3.15 on, which says what of the standard library is packaged by itself.
     assert loaded - sys.stdlib_module_names - {"_missing_stdlib_info"} == {"dblock"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {each.partition(">")[0] for each in extras["cli"]} == {"shtab", "sqlalchemy"}, "for top, completion, --url"
+    assert {each.partition(">")[0] for each in extras["cli"]} == {"rich", "shtab", "sqlalchemy"}, (
+        "for top, completion, --url"
+    )
 
 
 def test_extras_are_listed() -> None:

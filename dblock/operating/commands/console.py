@@ -47,27 +47,14 @@ _WIDEST: Final = 60
 """Columns; a longer key moves the rest of its own line only."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int | None = None) -> str:
-    """Columns as wide as what is in them, but for what is very wide; the last one ends the line.
-
-    With `most`, the widest columns are cut until a line has so many characters at most.
-    """
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them, but for what is very wide; the last one ends the line."""
     cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(min(_width(row[n]), _WIDEST) for row in cells) for n in range(len(header))]
-    if most is not None:
-        while sum(widths) + 2 * len(widths) - 2 > max(most, 8 * len(widths)):
-            widths[widths.index(max(widths))] -= 1
-        cells = [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     padded = [
         "  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells
     ]
     return "\n".join(line.rstrip() for line in padded)
-
-
-def _cut(text: str, width: int) -> str:
-    while _width(text) > width:
-        text = text.removesuffix("…")[:-1] + "…"
-    return text
 
 
 def say(text: str) -> None:

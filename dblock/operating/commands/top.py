@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import time
 from argparse import Namespace
@@ -13,7 +11,7 @@ from typing import Any, Final
 
 from dblock.core.text import printable
 from dblock.operating.administration import Surveyed
-from dblock.operating.commands.console import HEADER, as_json, lock_json, lock_row, parts, say, table
+from dblock.operating.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
 from dblock.operating.commands.context import Context
 
 PAPER: Final = 200
@@ -56,31 +54,29 @@ def top(context: Context, options: Namespace) -> int:
     rates = Rates()
     if options.json:
         return _loop(context, options, rates, lambda rows: say(as_json(_snapshot(rows, rates))))
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return _loop(context, options, rates, lambda rows: say("\n".join(view(context, rates, rows, PAPER))))
-
-    def draw(rows: list[Surveyed]) -> None:
-        width, height = shutil.get_terminal_size()
-        shown = rows[: max(height - 4, 1)]
-        styles = ["1", "", "7", *map(_style, shown)]
-        lines = zip(styles, view(context, rates, rows, width)[: height - 1], strict=False)
-        _write("\x1b[H" + "".join(f"\x1b[{style}m{line}\x1b[m\x1b[K\n" for style, line in lines) + "\x1b[J")
-
-    _write("\x1b[?1049h\x1b[?25l")  # the other screen, without a cursor
     try:
+        from rich.console import Console  # noqa: PLC0415 - of the extra `cli`
+        from rich.live import Live  # noqa: PLC0415
+    except ModuleNotFoundError:
+        complain("top needs the package rich: pip install 'dblock[cli]'")
+        return 1
+    if not sys.stdout.isatty():
+        paper = Console(width=PAPER)
+
+        def write(rows: list[Surveyed]) -> None:
+            with paper.capture() as written:
+                paper.print(_view(context, rows, rates, len(rows) + 4, PAPER))
+            say("\n".join(line.rstrip() for line in written.get().splitlines()))
+
+        return _loop(context, options, rates, write)
+    console = Console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+
+        def draw(rows: list[Surveyed]) -> None:
+            width, height = console.size
+            live.update(_view(context, rows, rates, height, width), refresh=True)
+
         return _loop(context, options, rates, draw)
-    finally:
-        _write("\x1b[?25h\x1b[?1049l")
-
-
-def _write(text: str) -> None:
-    _ = sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _style(row: Surveyed) -> str:
-    """The colour of a line, as a terminal wants it: red, yellow or none."""
-    return "31" if row.state in {"expired", "pinned"} else "33" if row.waiters else ""
 
 
 def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
@@ -97,33 +93,50 @@ def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
         time.sleep(max(options.interval - took, BREATH * took, 0.05))
 
 
+def _held(rows: list[Surveyed]) -> int:
+    return sum(row.info.state == "held" and not row.info.waits for row in rows)
+
+
 def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
     return {
-        "held": sum(row.info.state == "held" and not row.info.waits for row in rows),
+        "held": _held(rows),
         "waiting": sum(row.waiters + row.info.waits for row in rows),
         "tenures_per_second": round(rates.rate(), 2),
         "locks": [{**lock_json(row), "tenures_per_second": round(rates.rate(row.info.key), 2)} for row in rows],
     }
 
 
-def view(context: Context, rates: Rates, rows: list[Surveyed], width: int) -> list[str]:
-    """The lines: two about all, a header, and one for each key."""
-    told = _snapshot(rows, rates)
-    numbers = f"{told['held']} held, {told['waiting']} waiting (the first of each process)"
-    head = [
-        f"dblock top  {printable(context.where)}  {time.strftime('%H:%M:%S')}",
-        f"{numbers}, {rates.rate():.1f} tenures/s seen   Ctrl-C ends",
-    ]
-    if width < NARROW:
-        shown, cells = [*HEADER[:4], "WAIT", "HOLDER"], [_short_row(row) for row in rows]
-    else:
-        shown, cells = [*HEADER[:5], "TEN./S", *HEADER[5:]], [_row(row, rates.rate(row.info.key)) for row in rows]
-    return [*(line[:width] for line in head), *table(shown, cells, width).split("\n")]
+def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, width: int) -> Any:
+    from rich.console import Group  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
-
-def _row(row: Surveyed, rate: float) -> list[str]:
-    cells = lock_row(row)
-    return [*cells[:5], f"{rate:.1f}" if rate else "-", *cells[5:]]
+    held, waiting = _held(rows), sum(row.waiters + row.info.waits for row in rows)
+    head = Text.assemble(
+        ("dblock top", "bold"),
+        f"  {printable(context.where)}  {time.strftime('%H:%M:%S')}\n",
+        f"{held} held, {waiting} waiting (the first of each process), {rates.rate():.1f} tenures/s seen",
+        ("   Ctrl-C ends", "dim"),
+    )
+    view = Table(box=None, pad_edge=False, expand=True, header_style="reverse")
+    shown = [*HEADER[:5], "TEN./S", *HEADER[5:]] if width >= NARROW else [*HEADER[:4], "WAIT", "HOLDER"]
+    for name in shown:
+        text = name in {"KEY", "HOLDER", "LABEL"}
+        view.add_column(
+            name,
+            justify="left" if text or name == "STATE" else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=1 if text else None,
+        )
+    for row in rows[: max(height - 4, 1)]:
+        rate = rates.rate(row.info.key)
+        cells = list(lock_row(row)) if width >= NARROW else _short_row(row)
+        if width >= NARROW:
+            cells.insert(5, f"{rate:.1f}" if rate else "-")
+        style = "red" if row.state in {"expired", "pinned"} else "yellow" if row.waiters else ""
+        view.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+    return Group(head, view)
 
 
 def _short_row(row: Surveyed) -> list[str]:
