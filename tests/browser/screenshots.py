@@ -35,9 +35,7 @@ MOST = 150_000
 """Bytes of a picture."""
 STOCK = f"{LIST}stock_3A42/"
 SHOTS: dict[str, dict[str, Any]] = {
-    "list": {"address": LIST, "size": (1400, 960)},
     "details": {"address": f"{STOCK}change/", "size": (1100, 960)},
-    "details-dark": {"address": f"{STOCK}change/", "size": (1100, 960), "color_scheme": "dark"},
     "release": {"address": f"{STOCK}release/", "size": (1100, 660)},
     "semaphore": {"address": f"{LIST}api_3Apayments/change/", "size": (1100, 860)},
     "phone": {"address": LIST, "size": (390, 1000)},
@@ -59,7 +57,7 @@ SHOP: list[tuple[str, str, tuple[int, int], bool]] = [
     ("tasks-phone", "/tasks/", (390, 1400), False),
 ]
 """Each in light and in dark, to be looked at in `.build/pictures`; the docs show some."""
-IN_DOCS = ("shop", "shop-phone-dark", "rivals", "rivals-dark", "back-room-dark")
+IN_DOCS = ("shop", "rivals", "rivals-dark", "back-room-dark")
 
 
 def stand_still(connection: Any, **_: Any) -> None:
