@@ -228,7 +228,7 @@ def _left_behind() -> dict[str, list[Any]]:
     watchdog = runtime.current.watchdog
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
-        "places in queues": [owner for owner, kept in watchdog._places.items() if not kept.served],
+        "places in queues": list(watchdog._places),
         "local queues": [key for site in runtime.current._sites.values() for key in site.local_queues],
         "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],

@@ -173,11 +173,9 @@ class ProcessServices(WaiterServices):
 
     def leave(self, owner: str, *, served: bool = False) -> None:
         """See WaiterServices."""
-        served = served and not self._store.database.dialect.queue.grant_leaves and self.deletes_served_rows
-        at_once = served and self._loop is not None  # the loop may be closed by the next heartbeat
-        self._watchdog.leave(owner, served=served and not at_once)
-        if at_once:
-            self._watchdog.withdraw(self._store, self._loop, "", owner)
+        self._watchdog.leave(owner)
+        if served and not self._store.database.dialect.queue.grant_leaves:
+            _ = self.withdraw("", owner)
 
     def withdraw(self, key: str, owner: str) -> bool:
         """See WaiterServices."""

@@ -36,7 +36,6 @@ from dblock.core.protocol.store import Store
 from dblock.core.share_keys import PERMITS_MAX
 from dblock.core.validation import valid_key, valid_text, valid_ttl
 from dblock.core.values import Grant, KeyKind, Seconds, Tenure
-from dblock.core.watchdog.renewals import Renewal
 from dblock.operating.administration import force_release
 
 TTL: Final = 300.0
@@ -204,22 +203,20 @@ def frozen_renewal() -> Generator[None]:
     the clock that the test moves, else by the real one.
     """
     watchdog = runtime.current.watchdog
-    send, before = watchdog._send, vars(watchdog).get("_send")
+    before = vars(watchdog).get("_renew")
 
-    def keep_back(batch: Any, loop: Any) -> None:
-        if isinstance(batch, Renewal):
-            batch.set_reason_if_lost(Reason.UNREACHABLE)
-        else:
-            send(batch, loop)
+    def keep_back(_store: Any, _loop: Any, holds: list[Hold]) -> None:
+        for hold in holds:
+            hold.lease.reason_if_lost = Reason.UNREACHABLE
 
-    vars(watchdog)["_send"] = keep_back
+    vars(watchdog)["_renew"] = keep_back
     try:
         yield
     finally:
         if before is None:
-            del vars(watchdog)["_send"]
+            del vars(watchdog)["_renew"]
         else:
-            vars(watchdog)["_send"] = before
+            vars(watchdog)["_renew"] = before
 
 
 def await_callbacks() -> None:

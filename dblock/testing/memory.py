@@ -233,9 +233,9 @@ class MemoryWatchdog(Watchdog):
         """Do what is due; seconds until something else is."""
         return self._look_at_all() if self._holds else math.inf
 
-    def _send(self, batch: Any, loop: Any) -> bool:
+    def _send(self, steps: Any, store: Any, loop: Any) -> bool:
         if not self.store.ended:
-            drive(batch.steps())
+            drive(steps)
         return True
 
     def close(self) -> None:

@@ -139,13 +139,13 @@ def test_it_is_off_unless_asked_for(
     """The watchdog has run, and plans no reaping."""
     own, looks = reaping(), list[list[Any]]()
     watchdog = runtime.current.watchdog
-    plainly = watchdog._reap
+    plainly = watchdog._keep_house
 
     def noted() -> None:
         looks.append(list(watchdog._locked_of_late))
         plainly()
 
-    monkeypatch.setattr(watchdog, "_reap", noted)
+    monkeypatch.setattr(watchdog, "_keep_house", noted)
     assert taking(actor, own, lambda: len(looks) > 2)
     assert own.lock("k")._store() not in [store for look in looks for store, _ in look]
     assert own.lock("k")._store() not in watchdog._reap_at

@@ -136,12 +136,11 @@ def test_heartbeats_of_closed_event_loops_are_forgotten(store: FakeStore) -> Non
     loop = asyncio.new_event_loop()
     for owner, of in (("here", None), ("there", loop)):
         watch.keep(KeptPlace(Place(owner, 1, now, now, now), store, of, now + 60))
-        watch._heartbeats[store, of] = None  # type: ignore[assignment]
-    _ = watch._keep_places(set())
-    assert (len(watch._places), len(watch._heartbeats)) == (2, 2)
+    _ = watch._keep_places()
+    assert list(watch._places) == ["here", "there"]
     loop.close()
-    _ = watch._keep_places(set())
-    assert (list(watch._places), list(watch._heartbeats)) == (["here"], [(store, None)])
+    _ = watch._keep_places()
+    assert list(watch._places) == ["here"]
 
 
 def test_owner_tokens_begin_with_the_machine() -> None:

@@ -46,16 +46,15 @@ from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.protocol.store import Store
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.watchdog.heartbeats import KeptPlace
-from dblock.core.watchdog.renewals import Renewal, Renewer
-from dblock.core.watchdog.watchdog import Watchdog
+from dblock.core.watchdog.renewals import renew
+from dblock.core.watchdog.watchdog import Renewer, Watchdog
 from dblock.core.worker import Worker, start
 from tests.conftest import timed
 from tests.support.lab import renew as renew_now
@@ -552,11 +551,15 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     lock = FakeLock(store, ttl=30)
     now = clock.now()
     hold = Hold(store, current_flow(), Grant(TENURE, now, 30), Entry(lock, "acquire"), lock.options)
-    renewal = Renewal(store, [hold], runtime.current.watchdog)
-    _ = hold.exchange(Grant(Tenure("k_1", "reader", 8), now, 30))
+
+    def downgrade(__: Execute) -> Rows:
+        _ = hold.exchange(Grant(Tenure("k_1", "reader", 8), now, 30))
+        return [()]
+
+    store.answers["renew"] = downgrade
     until = hold.lease.trusted_until
     time.sleep(0.01)
-    drive(renewal.steps())
+    drive(renew(store, [hold], runtime.current.watchdog))
     assert store.sent == ["renew"]
     assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
 
@@ -693,10 +696,13 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     lock = FakeLock(store, on_lost=lambda _, reason: lost.append(reason))
     lock.acquire()
     [hold] = current_flow().holds.values()
-    renewal = Renewal(store, [hold], runtime.current.watchdog)
-    _ = lock.detach()
-    store.answers |= {"renew": lambda _: [], "alive": lambda _: []}
-    drive(renewal.steps())
+
+    def detach(__: Execute) -> Rows:
+        _ = lock.detach()
+        return []
+
+    store.answers |= {"renew": detach, "alive": lambda _: []}
+    drive(renew(store, [hold], runtime.current.watchdog))
     assert hold.lease.loss is None
     assert not hold.loss_reported
     assert not lost
@@ -844,23 +850,22 @@ def test_a_renewal_thread_that_cannot_be_started_is_started_later(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Out of threads: no later heartbeat waits for the one that was not sent, and other databases have theirs."""
-    other, now, refused = FakeStore(), clock.now(), list[Store]()
+    other, now, refused = FakeStore(), clock.now(), list[Renewer]()
 
     class Refused(Renewer):
-        def __init__(self, of: Store) -> None:
-            if of is store and len(refused) < 2:
-                refused.append(of)
+        def __init__(self) -> None:
+            if len(refused) < 2:
+                refused.append(self)
                 raise RuntimeError("can't start new thread")
-            super().__init__(of)
+            super().__init__()
 
     monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", Refused)
     timed(monkeypatch, waiter_ttl=0.6)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     for of, owner in ((store, "waits"), (other, "beside")):
         watch.keep(KeptPlace(Place(owner, 1, now, now + 60, now), of, None, now))
-    wait_until(lambda: "heartbeat" in store.sent)
+    wait_until(lambda: "heartbeat" in store.sent and "heartbeat" in other.sent)
     assert len(refused) == 2
-    assert "heartbeat" in other.sent
     assert "trying again: can't start new thread" in caplog.text
     for owner in ("waits", "beside"):
         watch.leave(owner)
@@ -869,15 +874,15 @@ def test_a_renewal_thread_that_cannot_be_started_is_started_later(
 def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no other one can be started now: it ends, and would not do it."""
 
-    def refuse(_: Store) -> None:
+    def refuse() -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", refuse)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     given = SimpleQueue[Any]()
-    watch._renewers[store] = SimpleNamespace(ready=False, batches=given)  # type: ignore[assignment]
-    batch: Any = SimpleNamespace(store=store)
-    assert not watch._send(batch, None)
+    watch._renewers[store] = SimpleNamespace(ready=False, give=given.put)  # type: ignore[assignment]
+    steps: Any = iter(())
+    assert not watch._send(steps, store, None)
     assert store not in watch._renewers
     assert given.get_nowait() is None
     assert given.empty()
@@ -919,7 +924,7 @@ def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
     watch._withdrawn[store, closed] = {"left": "k"}
     watch._withdrawals[store, closed] = lambda: True
     closed.close()
-    watch.withdraw(store, None, "k", "next")
+    watch._keep_house()
     assert (store, closed) not in watch._withdrawn
     assert (store, closed) not in watch._withdrawals
 
@@ -1132,17 +1137,17 @@ def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) ->
     """The first statement meets the question and leaves it out; its holder is told, and the next one renews it."""
     not_notified: list[int] = []
 
-    def renew(step: Execute) -> Rows:
+    def answer(step: Execute) -> Rows:
         not_notified.extend(lease["not_notified"] for lease in json.loads(str(step.parameters["leases"])))
         return [] if not_notified[-1] else [()]
 
-    store.answers["renew"] = renew
+    store.answers["renew"] = answer
     lock = FakeLock(store, ttl=30.0)
     lock.acquire()
     [hold] = current_flow().holds.values()
     store.answers["alive"] = lambda _: [(*hold.tenure, "root: please")]
     before = hold.lease.renewed
-    drive(Renewal(store, [hold], runtime.current.watchdog).steps())
+    drive(renew(store, [hold], runtime.current.watchdog))
     assert not_notified == [1, 0]
     assert hold.revoked == "root: please"
     assert hold.lease.renewed > before
@@ -1161,7 +1166,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
     store.answers["renew"] = busy
     grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
     hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
-    drive(Renewal(store, [hold], runtime.current.watchdog).steps())
+    drive(renew(store, [hold], runtime.current.watchdog))
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
 
@@ -1170,16 +1175,18 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     lock = FakeLock(store, ttl=3)
     lock.acquire()
     [hold] = current_flow().holds.values()
-    batches: list[Renewal] = []
+    begun, sent = list[Steps[None]](), list[Any]()
 
     def cut(step: Execute) -> Rows:
-        batches.append(Renewal(store, [hold], runtime.current.watchdog))
+        begun.append(renew(store, [hold], runtime.current.watchdog))
+        sent.append(next(begun[0]))
         raise LockStoreError("refused")
 
     store.answers["extend"] = cut
     with pytest.raises(LockStoreError):
         lock.extend(60)
-    drive(batches[0].steps())
+    with pytest.raises(StopIteration):
+        begun[0].send(store.execute(sent[0]))
     assert lock.remaining <= 2.7
     assert hold.lease.ttl == 3
     lock.release()

@@ -207,7 +207,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
-    assert until(lambda: all(each.given == each.done for each in runtime.current.watchdog._renewers.values()), 2)
+    assert until(lambda: all(each.ready for each in runtime.current.watchdog._renewers.values()), 2)
     for key, row in rows.items():
         assert subject.row(key) == row
     assert alive(subject) == 0

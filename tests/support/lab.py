@@ -194,7 +194,8 @@ def threads(name: str = "dblock ") -> list[threading.Thread]:
 
 def nobody_withdraws() -> bool:
     """Whether all places are deleted that waiters have left behind them."""
-    return not any(alive() for alive in list(runtime.current.watchdog._withdrawals.values()))
+    watchdog = runtime.current.watchdog
+    return not (watchdog._withdraws or any(runs() for runs in list(watchdog._withdrawals.values())))
 
 
 def hold_of(lock: Any) -> Hold:

@@ -137,7 +137,7 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
     assert renews(actor.do(lambda: hold_of(other)), soon=False)
     assert actor.call(other, "verify")
     actor.call(other, "release")
-    assert "_send" not in vars(runtime.current.watchdog)
+    assert "_renew" not in vars(runtime.current.watchdog)
 
 
 def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:

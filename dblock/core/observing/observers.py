@@ -146,8 +146,9 @@ class Observers:
             self.tell(store, Event(Kind.CONTENDED, **about, holder=holder and holder.masked()))
 
         def give_up(reason: str, holder: LockInfo | None = None) -> None:
-            known = {"contended": contended, "wait": now() - began, "holder": holder and holder.masked()}
-            self.tell(store, Event(Kind.GAVE_UP, **about, **known, reason=reason))
+            holder, wait = holder and holder.masked(), now() - began
+            event = Event(Kind.GAVE_UP, **about, contended=contended, wait=wait, holder=holder, reason=reason)
+            self.tell(store, event)
 
         try:
             found = yield from begin(None if lock._stands_by else contend)

@@ -5,18 +5,18 @@ Rule: it fails softly. A failed heartbeat is repeated at the next interval, or i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError
 from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KeptPlace:
     """A place in a queue that gets heartbeats."""
 
@@ -24,48 +24,24 @@ class KeptPlace:
     store: Store
     loop: Any
     due: float
-    served: bool = False
-    """Whether the key was granted to it; then its row is no longer needed."""
+    """The local time of its next heartbeat; infinity while one is under way: a database that hangs gets no second."""
 
     def abandoned(self) -> bool:
         """Whether its flow shows no activity: it was interrupted while it left, or its event loop is closed."""
         database = self.store.database
         if self.loop is not None and self.loop.is_closed():
             return True
-        return not self.served and database.now() > self.place.seen + database.timing.unresponsive_after
+        return database.now() > self.place.seen + database.timing.unresponsive_after
 
 
-class Heartbeat:
-    """One statement for the heartbeats of many places."""
-
-    def __init__(self, store: Store, kept: Sequence[KeptPlace], leave: Callable[[str], None]) -> None:
-        self.store = store
-        self.leases = [each.place for each in kept if not each.served]
-        self._served = [each.place.owner for each in kept if each.served]
-        self._leave = leave
-        self.answered = False
-
-    def steps(self) -> Steps[None]:
-        """Extend the places, and delete those that were served."""
-        database = self.store.database
-        until = database.now() + database.timing.heartbeat_interval / 2
-        try:
-            if self.leases:
-                yield from queue.heartbeat(database, self.leases, until)
-            if self._served:
-                _ = yield from queue.leave_queue(database, self._served, until - database.now())
-                for owner in self._served:
-                    self._leave(owner)
-        except LockError as error:
-            database.away(error)
-        finally:
-            self.answered = True
-
-    def set_reason_if_lost(self, reason: Reason) -> None:
-        """Does nothing: a waiter that loses its place joins anew."""
-
-    def give_up(self) -> None:
-        """Called if the steps cannot be run."""
-        self.answered = True
-        for owner in (*self._served, *(place.owner for place in self.leases)):
-            self._leave(owner)
+def heartbeat(store: Store, kept: Sequence[KeptPlace]) -> Steps[None]:
+    """Extend the places."""
+    database = store.database
+    began, interval = database.now(), database.timing.heartbeat_interval
+    try:
+        yield from queue.heartbeat(database, [each.place for each in kept], began + interval / 2)
+    except LockError as error:
+        database.away(error)
+    finally:
+        for each in kept:
+            each.due = began + interval
