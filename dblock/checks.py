@@ -283,7 +283,7 @@ def check_deployment(connection: BaseDatabaseWrapper) -> Found:
             )
             hint = (
                 "It is no limit of the work: as long as that lasts leases are renewed. The default of 30 s suits most. "
-                "Documentation: Guarantees."
+                "Documentation: Choosing."
             )
             yield Warning(text, hint=hint, id="dblock.W009")
 
