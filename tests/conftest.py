@@ -89,7 +89,8 @@ if POOLER:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what cannot be seen through PgBouncer."""
+    """Leave out what cannot be seen through PgBouncer; begin with what takes long."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items if POOLER else ():
         if item.get_closest_marker("direct"):
             item.add_marker(pytest.mark.skip("not through PgBouncer"))

@@ -113,7 +113,7 @@ def test_after_a_stop_the_next_one_sends_at_once(request: pytest.FixtureRequest,
     beats = make(BEATS_DATABASE=url("postgresql"), BEATS_TTL="30")
     for _ in range(2):
         beats.start()
-    for _ in range(12 if LONG else 3):
+    for _ in range(12 if LONG else 2):
         _ = beats.start()
         time.sleep(1.3)
         beats.end(signal.SIGTERM, of=beats.active())
@@ -213,17 +213,18 @@ def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Pat
     django(DJANGO)
     first, second = beats.start(), beats.start()
     assert beats.active() == first
-    wait_until(lambda: beats.text(first).count("Sending due task a") >= 5)
+    wait_until(lambda: beats.text(first).count("Sending due task a") >= 3)
     beats.end(signal.SIGKILL, of=first)
     django(LATE)
     wait_until(lambda: "Schedule changed" in beats.text(second))
-    wait_until(lambda: beats.text(second).count("Sending due task a") >= 3)
-    for times in (1, 2):
+    wait_until(lambda: beats.text(second).count("Sending due task a") >= 2)
+    again = 2 if LONG else 1
+    for times in range(1, again + 1):
         django(AGAIN)
         wait_until(lambda: beats.text(second).count("Sending due task once") == times)  # noqa: B023
     beats.close()
     sent = beats.sent()
-    assert (len(sent["once"]), len(sent["rare"])) == (3, 1)
+    assert (len(sent["once"]), len(sent["rare"])) == (1 + again, 1)
     assert django(TOLD).split() == [str(len(sent["a"])), "1"]
     logs = beats.text(first) + beats.text(second)
     assert len(sent["a"]) == logs.count("Sending due task a")

@@ -226,6 +226,7 @@ if LONG:
     CELLS = [(database, workers) for database in DATABASES for workers in ("sync", "gthread")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("database", "workers"), CELLS)
 def test_the_checkout_says_what_is_true(

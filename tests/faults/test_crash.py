@@ -310,6 +310,7 @@ MEMBERS_TTL = 4.0 if LONG else 2.0
 """Seconds, of the locks of a crowd."""
 
 
+@pytest.mark.slow
 def test_crashes_amid_a_queue_that_moves_on() -> None:
     """Processes hand the key over all the time: no two believe that they have it, and fences go up."""
     with running(lambda: PostgreSQL(**LAZY)) as server:

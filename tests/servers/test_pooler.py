@@ -35,6 +35,7 @@ QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it
 """The drivers' own threads and tasks are no business of a pooler's, nor is who begins a connection's transaction."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(POOLER, reason="this is it")
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 @pytest.mark.timeout(300)

@@ -120,12 +120,12 @@ def test_a_closing_that_is_interrupted(database: str, engine: Engine) -> None:
         raise KeyboardInterrupt
 
     session = Session(engine)
-    with db_lock(engine, "k", session=session, ttl=1):
+    with db_lock(engine, "k", session=session, ttl=0.5):
         write(session)
     event.listen(engine, "rollback", interrupt, once=True)
     with pytest.raises(KeyboardInterrupt):
         session.close()
-    time.sleep(1.2)
+    time.sleep(0.7)
     assert others_get_in(database)
     session.close()
 
