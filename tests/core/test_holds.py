@@ -929,6 +929,25 @@ def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
     assert (store, closed) not in watch._withdrawals
 
 
+def test_places_that_were_served_are_deleted_by_one_statement(store: FakeStore) -> None:
+    """In the next round of the watchdog: they open no key, and a crowd leaves many."""
+    deleted = list[list[str]]()
+
+    def delete(step: Execute) -> Rows:
+        deleted.append(json.loads(str(step.parameters["owners"])))
+        return [()] * len(deleted[-1])
+
+    store.answers["leave_queue"] = delete
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    watch.wakes_at = 0.0  # no thread of its own
+    for owner in ("a", "b", "c"):
+        watch.withdraw(store, None, "", owner)
+    assert not deleted
+    watch._keep_house()
+    wait_until(lambda: not watch._withdraws)
+    assert deleted == [["a", "b", "c"]]
+
+
 def test_one_of_many_places_that_was_granted_its_key_gives_it_back_soon() -> None:
     """Where many waiters give up at once, the pause before the second look is made once for all of them."""
     store, places = FakeStore(), [(f"owner{n}", f"key{n}") for n in range(200)]
