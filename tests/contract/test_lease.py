@@ -127,13 +127,13 @@ def test_a_lease_outlives_its_ttl(everywhere: Subject, actor: Actor, other: Acto
 
 def test_a_re_entered_lease_is_kept_until_the_last_release(protocol: Subject, actor: Actor, other: Actor) -> None:
     """The count goes up and down, fence and owner stay, and it is renewed in between, by itself and in time."""
-    outer, inner, rival = protocol.lock("k", ttl=2.0), protocol.lock("k", ttl=2.0), protocol.lock("k")
+    outer, inner, rival = protocol.lock("k", ttl=1.5), protocol.lock("k", ttl=1.5), protocol.lock("k")
     actor.call(outer, "acquire")
     before = protocol.row("k")
     assert actor.call(inner, "acquire") is True
     assert (protocol.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
     actor.call(inner, "release")
-    time.sleep(2.3)
+    time.sleep(1.7)
     now = protocol.row("k")
     assert (now["count"], now["fence"], now["owner"]) == (1, before["fence"], before["owner"])
     assert now["expires_at"] > before["expires_at"]

@@ -301,7 +301,7 @@ def test_no_herd_when_a_lease_ends(
     timed(monkeypatch, settle=0.3)
     holder = either.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
-    waits = [(other, *wait_for(either, other, fair=False)) for other in actors(7)]  # each as if in another process
+    waits = [(other, *wait_for(either, other, fair=False)) for other in actors(5)]  # each as if in another process
     queued = [owner for (owner,) in either.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(either, monkeypatch)
     either.run(f"UPDATE locks SET expires_at = {LATER[either.database]}", seconds=2.5)
