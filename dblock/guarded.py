@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import transaction
 
 from dblock.async_code import SynchronousOnlyOperation, in_async_code
+from dblock.core.holding.flow import Hold
 from dblock.core.lock.guarded import Guarded
 from dblock.core.lock.locks import refuses
 
@@ -35,10 +36,11 @@ class Atomic(Guarded[L]):
                 "`with`, and guard() in a transaction of your own"
             )
 
-    def _begin(self) -> Generator[L]:
+    def _begin(self, holds: list[Hold]) -> Generator[L]:
         with transaction.atomic(using=self._using, durable=self._durable):
             self._lock.guard(self._using)
             yield self._lock
+            self._committing(holds)
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses(_NO_TRANSACTIONS)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import InvalidRequestError
 
 from dblock.core.errors import LockError
+from dblock.core.holding.flow import Hold
 from dblock.core.lock.guarded import AsyncGuarded, Guarded
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.transactions import connection_of
@@ -86,11 +87,12 @@ class Begun(Guarded[T]):
     def _refuse(self) -> None:
         self._given.refuse_open()
 
-    def _begin(self) -> Generator[T]:
+    def _begin(self, holds: list[Hold]) -> Generator[T]:
         transaction, session = self._given.begin()
         with transaction as begun, _uncommitted(_connection(session or begun)):
             self._lock.guard(session or begun)
             yield session or begun
+            self._committing(holds)
 
     def __call__(self, function: Any) -> Any:
         self._given.refuse_to_decorate()
@@ -108,11 +110,13 @@ class AsyncBegun(AsyncGuarded[T]):
         self._given.refuse_open()
 
     @asynccontextmanager
-    async def _begin(self) -> AsyncGenerator[T]:
+    async def _begin(self, holds: list[Hold]) -> AsyncGenerator[T]:
         transaction, session = self._given.begin()
         async with transaction as begun:
             with _uncommitted(await in_greenlet_of_its_own(_connection, session or begun)):
+                await self._lock.guard(session or begun)
                 yield session or begun
+                self._committing(holds)
 
     def __call__(self, function: Any) -> Any:
         self._given.refuse_to_decorate()

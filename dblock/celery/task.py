@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dblock.celery.options import Spec
+    from dblock.core.holding.flow import Hold
     from dblock.core.lock.locks import SyncLock
 
 P = ParamSpec("P")
@@ -343,7 +344,8 @@ def _send_back(run: Run, busy: Busy) -> float:
 def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
     """End the body when its lock is lost, in the way of a soft time limit: in the main thread of a prefork child.
 
-    What the body raises then becomes LockLost where it leaves the lock.
+    What the body raises then becomes LockLost where it leaves the lock. The COMMIT of a guarded block in the body is
+    not interrupted; the end of that block is.
     """
     here = threading.current_thread() is threading.main_thread()
     if not (wanted and here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler):
@@ -351,9 +353,9 @@ def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
         return
     mutex, wanting = threading.RLock(), [True]  # a signal handler may find the lock lost
 
-    def interrupt(_: object) -> None:  # called by the watching thread: it waits for nothing
+    def interrupt(hold: Hold) -> None:  # called by the watching thread: it waits for nothing
         with mutex:
-            if wanting:
+            if wanting and not hold.committing:
                 wanting.clear()
                 os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockError, LockLost, LockTimeout, StoreUnanswered
+from dblock.core.holding.flow import Hold
 from dblock.core.lock import guarded as guarded_module
 from dblock.core.lock import operations
 from dblock.core.lock.guarded import Guarded
@@ -107,13 +108,14 @@ class Lock(FakeLock):
 class Block(Guarded[Place]):
     """Over the one transaction of the world."""
 
-    def _begin(self) -> Generator[Place]:
+    def _begin(self, holds: list[Hold]) -> Generator[Place]:
         place: Place = self._lock.store
         place.step("begin", lambda: None, DatabaseError)
         try:
             try:
                 self._lock.guard(place)
                 yield place
+                self._committing(holds)
             except BaseException:
                 place.step("rollback", lambda: None, DatabaseError)
                 raise

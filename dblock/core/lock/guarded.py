@@ -11,14 +11,14 @@ lock.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError
-from dblock.core.holding.flow import Flow
+from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import adecorated, decorated
@@ -66,8 +66,8 @@ class _Block(Generic[T]):
     def _refuse(self) -> None:
         """Raise what forbids the transaction, before the lock is taken."""
 
-    def _begin(self) -> Any:
-        """Begin the transaction, guard it, give what the block gives, and end the transaction."""
+    def _begin(self, holds: list[Hold]) -> Any:
+        """Begin the transaction, guard it, give what the block gives, and end the transaction after `_committing`."""
         raise NotImplementedError
 
     def _new(self, its: Loaded | None) -> tuple[Begun, list[Begun]]:
@@ -89,6 +89,12 @@ class _Block(Generic[T]):
                 lock: Any = hold.entries[0].lock
                 raise lock._lost(hold.outer)
 
+    def _committing(self, holds: list[Hold]) -> None:
+        """From COMMIT on the loss of the holds, which it puts into that list, interrupts nothing."""
+        holds += self._lock._holds()
+        for hold in holds:
+            hold.committing = True
+
     def _templates(self, function: Callable[..., Any]) -> Any:
         """The keys of several locks, formatted for each call; None for one lock."""
         return self._lock._templates(function) if hasattr(self._lock, "_templates") else None
@@ -105,12 +111,12 @@ class Guarded(_Block[T]):
 
     if TYPE_CHECKING:
 
-        def _begin(self) -> Generator[T]: ...
+        def _begin(self, holds: list[Hold]) -> Generator[T]: ...
 
     @contextmanager
     def _block(self) -> Generator[T]:
         self._refuse()
-        lock, error, entered = self._lock, None, False
+        lock, error, entered, holds = self._lock, None, False, list[Hold]()
         enter, leave = lock.__enter__, lock.__exit__  # both loaded first, as by a `with`
         try:
             enter()
@@ -119,7 +125,7 @@ class Guarded(_Block[T]):
                 yield lock
                 return
             self._refuse_anew()
-            yield from self._begin()  # and no `with`, whose generator an interrupt of it would leave where it is
+            yield from self._begin(holds)  # and no `with`, whose generator an interrupt of it would leave where it is
         except BaseException as raised:
             error = raised
             raise
@@ -131,6 +137,7 @@ class Guarded(_Block[T]):
                 _tell(late, error)
             finally:
                 del error, leave  # the error refers to this frame, and to an end nothing else may
+                _committed(holds)
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> T:
@@ -180,12 +187,12 @@ class AsyncGuarded(_Block[T]):
 
     if TYPE_CHECKING:
 
-        def _begin(self) -> AbstractAsyncContextManager[T]: ...
+        def _begin(self, holds: list[Hold]) -> AbstractAsyncContextManager[T]: ...
 
     @asynccontextmanager
     async def _block(self) -> AsyncGenerator[T]:
         self._refuse()
-        lock, error, entered, holds = self._lock, None, False, []
+        lock, error, entered, holds = self._lock, None, False, list[Hold]()
         enter, leave = lock.__aenter__, lock.__aexit__  # both loaded first, as by an `async with`
         try:
             await enter()
@@ -194,12 +201,8 @@ class AsyncGuarded(_Block[T]):
                 yield lock
                 return
             self._refuse_anew()
-            async with self._begin() as given:
-                await lock.guard(given)
+            async with self._begin(holds) as given:
                 yield given
-                holds = lock._holds()
-                for hold in holds:  # from COMMIT on its loss interrupts nothing
-                    hold.committing = True
         except BaseException as raised:
             error = raised
             raise
@@ -214,11 +217,8 @@ class AsyncGuarded(_Block[T]):
                     raise
                 _tell(late, error)
             finally:
-                for hold in holds:
-                    hold.committing = False
-                    for outer in hold.locks() if hold.lease.loss is not None else ():
-                        outer._interrupt_body(hold)
                 del error, interrupt, leave  # the errors refer to this frame, and to an end nothing else may
+                _committed(holds)
 
     @block_begin
     async def __aenter__(self, its: Loaded | None = None) -> T:
@@ -246,6 +246,14 @@ class AsyncGuarded(_Block[T]):
     def __call__(self, function: AF) -> AF:
         """Decorate a coroutine function: each call is a guarded block; the key is formatted with its arguments."""
         return adecorated(self, function, self._templates(function))
+
+
+def _committed(holds: Iterable[Hold]) -> None:
+    """The block has ended: a loss that came from COMMIT on interrupts what is around it."""
+    for hold in holds:
+        hold.committing = False
+        for outer in hold.locks() if hold.lease.loss is not None else ():
+            outer._interrupt_body(hold)
 
 
 def _said(late: LockError) -> str:
