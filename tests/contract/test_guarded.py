@@ -584,6 +584,23 @@ def test_the_lock_is_entered_again(database: str, client: Callable[..., Client],
     assert rival.gets_in()
 
 
+@pytest.mark.parametrize("kind", ["sessionmaker"])
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_the_lock_is_entered_again_beside_its_own_writer(
+    database: str, client: Callable[..., Client], rival: Rival, kind: str
+) -> None:
+    """The lock's connection cannot write the count then, which nothing depends on."""
+    holder = client(kind)
+    with holder.guarded(holder.lock(ttl=30)) as given:
+        write(given)
+        with holder.lock(ttl=30) as inner:
+            assert inner.count == 2
+        assert inner.count == 1
+        assert not rival.gets_in()
+    assert notes(database) == 1
+    assert rival.gets_in()
+
+
 @pytest.mark.parametrize("how", ["commit", "rollback"])
 def test_inside_an_open_transaction(database: str, client: Callable[..., Client], rival: Rival, how: str) -> None:
     """It is a savepoint, and the lock is kept until the outermost end, whatever becomes of that."""

@@ -95,7 +95,7 @@ from dblock.core.log import warn
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.statements.base import Masked, Statement, with_priority
+from dblock.core.statements.base import Masked, Statement, beside_writers, with_priority
 from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure
 
 if TYPE_CHECKING:
@@ -201,11 +201,13 @@ def set_count(
     """Set the number of entries; None if the tenure is over.
 
     With a `ttl` the lease lasts at least that long from now on, and the row at least one `life`, which costs a flush of
-    the disk.
+    the disk. Without one the number is only shown, and stays as it is while another transaction writes to a file of
+    SQLite, which may be this flow's own.
     """
     parameters: Parameters = {**tenure._asdict(), "count": count, "life": life}
+    statement = database.dialect.set_count if ttl else beside_writers(database.dialect.set_count)
     until = database.now() + min(database.timing.retry_budget, ttl or math.inf)
-    sent, rows = yield from send(database, database.dialect.set_count, parameters, until, resend=True)
+    sent, rows = yield from send(database, statement, parameters, until, resend=True)
     # A client of MySQL may count rows that were changed: not one that had this count already, and a lease long enough.
     alive = bool(rows) or (yield from verify(database, tenure))
     return Grant(tenure, sent, ttl) if alive else None

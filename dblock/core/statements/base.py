@@ -117,6 +117,12 @@ def with_priority(statement: Statement) -> Statement:
     return replace(statement, priority=True)
 
 
+@lru_cache(maxsize=64)
+def beside_writers(statement: Statement) -> Statement:
+    """The same statement, which is left out while another transaction has locked the whole database."""
+    return replace(statement, database_locked=WhenLocked.SKIP)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
     """The statements and properties of one database; below each statement: its effect -> the columns of its answer."""
