@@ -13,6 +13,7 @@ import unittest
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -44,6 +45,7 @@ from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, SERVERS, run, url
 from tests.contract.test_guard import DRIVERS, STRICT, Rival, _begin_with, end_lease
 from tests.support.lab import until
+from tests.support.strikes import CancelledAt
 from tests.support.subjects import PRODUCT, Actor, Subject, _loop
 
 GIVEN: dict[str, Callable[[Any], Any]] = {
@@ -1260,6 +1262,40 @@ def test_a_cancellation_of_the_commit_comes_as_it_is(
     if lost:
         end_lease(database)
     assert rival.gets_in()
+
+
+@pytest.mark.parametrize("kind", ["async engine", "async session"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_cancellation_at_each_pause(database: str, client: Callable[..., Client], rival: Rival, kind: str) -> None:
+    """It comes as it is, the key is free, and no connection is lost. In the COMMIT either may be the outcome."""
+    holder = client(kind)
+
+    async def block(lock: Any) -> None:
+        async with holder.guarded(lock) as given:
+            await given.execute(text("INSERT INTO guarded VALUES (1)"))
+
+    async def struck(lock: Any, strike: CancelledAt) -> str:
+        try:
+            await strike.run(block(lock))
+        except asyncio.CancelledError:
+            assert lock.count == 0
+            return "cancelled"
+        finally:
+            assert holder.engine.pool.checkedout() == 0
+        return "done"
+
+    stood = list[int]()
+    for number in itertools.count(1):
+        run(database, "DELETE FROM guarded")
+        lock, strike = holder.lock(f"k{number}", ttl=30), CancelledAt(number)
+        found = on_loop(struck(lock, strike))
+        assert found == ("cancelled" if strike.fired else "done"), strike.place
+        stood += [number] * (notes(database) if strike.fired else 0)
+        assert until(partial(rival.gets_in, f"k{number}"), 5), strike.place
+        if not strike.fired:
+            break
+    assert min(stood) > 5, "it is begun, guarded and written before"
+    assert max(stood) == number - 1, "the release comes after the COMMIT"
 
 
 @pytest.mark.parametrize("kind", KINDS)
