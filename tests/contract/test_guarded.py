@@ -1062,22 +1062,28 @@ def struck(number: int) -> Iterator[list[str]]:
         sys.settrace(None)
 
 
-@pytest.mark.parametrize("kind", ["django", "session"])
+@pytest.mark.parametrize(("kind", "enter"), [("django", "with"), ("session", "with"), ("session", "an ExitStack")])
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_an_interrupt_leaves_no_transaction_open(
-    database: str, client: Callable[..., Client], rival: Rival, kind: str
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, enter: str
 ) -> None:
     """Wherever it falls between the parts of a block, while its traceback is kept too: one may go on with the database.
 
     The block is kept as well, as that of a module is.
     """
+
+    @contextlib.contextmanager
+    def by_hand(block: Any) -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            yield stack.enter_context(block)
+
     holder = client(kind)
     for number in itertools.count(1):
         lock, before = holder.lock(f"k{number}", ttl=30), notes(database)
         block = holder.guarded(lock)
         where, error = list[str](), None
         try:
-            with struck(number) as where, block as given:
+            with struck(number) as where, block if enter == "with" else by_hand(block) as given:
                 write(Django(holder.alias) if holder.django else given)
         except Interrupted as interrupted:
             error = interrupted
