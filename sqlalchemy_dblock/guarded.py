@@ -150,7 +150,8 @@ def _uncommitted(connection: Connection) -> Generator[None]:
         if not commits:
             raise
     finally:
-        event.remove(connection, "commit", note)
+        if event.contains(connection, "commit", note):  # not if an interrupt has left this to the garbage collector
+            event.remove(connection, "commit", note)
     if commits:
         raise InvalidRequestError(
             "the body of a guarded block has committed its transaction by itself, which ended the guard; that commit "
