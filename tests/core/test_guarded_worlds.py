@@ -41,6 +41,9 @@ class BodyError(Exception):
 class Place(FakeStore):
     """One key, the transaction of one block, and others who take the key whenever they can."""
 
+    renewable = False
+    """Nothing is left to a thread, whose steps would come at any time."""
+
     def __init__(self, plan: Plan) -> None:
         self.world = World()
         super().__init__(lambda: self.world.time)
