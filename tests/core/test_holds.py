@@ -787,13 +787,13 @@ def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
         return [()] * len(owners)
 
     store.answers["leave_queue"] = delete
-    code, struck = Watchdog.withdraw.__code__, set[int]()
+    codes, struck = {Watchdog.withdraw.__code__, Watchdog._begin_to_withdraw.__code__}, set[int]()
 
     def at_another_line(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is code and event == "line" and frame.f_lineno not in struck:
+        if frame.f_code in codes and event == "line" and frame.f_lineno not in struck:
             struck.add(frame.f_lineno)
             raise KeyboardInterrupt
-        return at_another_line if frame.f_code is code else None
+        return at_another_line if frame.f_code in codes else None
 
     while True:
         watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)

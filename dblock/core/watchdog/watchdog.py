@@ -166,10 +166,8 @@ class Watchdog(Watched):
         where = store, loop
         with self._lock:
             self._withdrawn.setdefault(where, {})[owner] = key
-        if loop is not None:
+        if key or loop is not None:
             self._begin_to_withdraw(where)
-        elif key:
-            self.wake()
         else:
             self.wake_some_time()
 
