@@ -91,7 +91,7 @@ def test_a_lease_by_another_clock_is_waited_out(kind: str, ended: bool) -> None:
     """The new primary has everything, so keys open at once; but by its clock the lease ends two seconds too early."""
     with pair_of(kind, synchronous=kind == "postgresql", ahead=2.4) as pair:
         old, new = (pair.engine(server, failover_quarantine=60 if ended else None) for server in pair.both)
-        held = db_lock(old, "k", ttl=7, renew=False)  # by the clock of the new one it ends when keys are open
+        held = db_lock(old, "k", ttl=8, renew=False)  # by the clock of the new one it ends when keys are open
         assert held.acquire()
         trusted = hold_of(held).lease.trusted_until
         runtime.current.watchdog.discard(hold_of(held))  # its holder is elsewhere
