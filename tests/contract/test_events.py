@@ -18,7 +18,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import Reason, StoreConflict
 from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.observers import Observers
+from dblock.core.observing.telling import Observers
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES
 from tests.support.lab import until
@@ -347,7 +347,7 @@ def test_what_is_lost_is_not_left(
 
     def lose(self: BaseStore, step: Execute) -> Any:
         if step.statement.name == "release":
-            assert runtime.current.watchdog.claim_loss_report(hold)
+            assert hold.lease.claim_report()
         return execute(self, step)
 
     monkeypatch.setattr(BaseStore, "execute", lose)

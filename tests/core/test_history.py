@@ -15,7 +15,7 @@ import pytest
 
 from dblock.core.errors import LockStoreError
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.observers import Observers
+from dblock.core.observing.telling import Observers
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import history
 from dblock.operating.history import Histories, History

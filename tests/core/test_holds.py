@@ -515,7 +515,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         watch.wake()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
     watch.add(hold)
-    wait_until(lambda: hold.loss_reported)
+    wait_until(lambda: hold.lease.reported)
 
 
 def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +704,7 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     store.answers |= {"renew": detach, "alive": lambda _: []}
     drive(renew(store, [hold], runtime.current.watchdog))
     assert hold.lease.loss is None
-    assert not hold.loss_reported
+    assert not hold.lease.reported
     assert not lost
 
 

@@ -286,8 +286,6 @@ class Hold:
     """By whom and why it was asked back, once a renewal has read that."""
     risk_reported = False
     """Whether `on_at_risk` was called for a late renewal."""
-    loss_reported = False
-    """Whether the loss was reported."""
     started = 0.0
     """Seconds of tenure after which its outermost block began; 0.0 but for a later block in a transaction."""
     away: LockStoreError | None = None

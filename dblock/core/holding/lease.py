@@ -24,6 +24,8 @@ class Lease:
     loss: Loss | None = None
     reason_if_lost: Reason | None = None
     """The reason to report if trust runs out before the due renewal succeeds; None while none is due."""
+    reported = False
+    """Whether its end was reported."""
     epoch = 0
     """Number of changes of the ttl; the answer to a renewal that was sent before the last change does not count."""
 
@@ -123,6 +125,12 @@ class Lease:
             self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
             self.trusted_until = -math.inf
             return True
+
+    def claim_report(self) -> bool:
+        """Claim the report of its end: True for the first caller only."""
+        with self._mutex:
+            told, self.reported = self.reported, True
+        return not told
 
     def give_up(self) -> bool:
         """Mark it lost because its process releases all locks; False if it was lost for another reason before."""

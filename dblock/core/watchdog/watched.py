@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dblock.core.deliveries import deliveries
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
 from dblock.core.log import warn
+from dblock.core.observing.telling import Observers
 from dblock.core.protocol.store import Store
 from dblock.core.worker import Worker
-
-if TYPE_CHECKING:
-    from dblock.core.observing.observers import Observers
 
 
 class Watched(Worker):
@@ -96,7 +94,7 @@ class Watched(Worker):
         if loss is None or hold.is_snapshot:
             return
         seen = hold.snapshot()
-        if not self.claim_loss_report(hold):
+        if not hold.lease.claim_report():
             return
         of_majority = any(lock._majority for lock in seen.locks())
         where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
@@ -116,12 +114,6 @@ class Watched(Worker):
         self._tell(lambda lock: lock._who_hears_of_risk(), seen)
         if self.observers is not None:
             self.observers.at_risk(seen)
-
-    def claim_loss_report(self, hold: Hold) -> bool:
-        """Claim the report of the end of a hold: True for the first caller only."""
-        with self._lock:
-            told, hold.loss_reported = hold.loss_reported, True
-        return not told
 
     def revoke(self, hold: Hold, words: str) -> None:
         """Report, once, that a hold was asked back."""
