@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 from dblock import signals
 from dblock.core.errors import Reason
 from dblock.core.lock.blocks import Loaded, block_begin
+from dblock.core.lock.locks import enter
 from dblock.locks import Lock
 from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
@@ -35,8 +36,7 @@ class QuorumLock(SyncQuorumLock):
 
     @block_begin
     async def __aenter__(self, its: Loaded | None = None) -> Self:
-        await self._adrive(self._enter(its))
-        return self
+        return await enter(self, its)
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""

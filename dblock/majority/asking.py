@@ -15,7 +15,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock, runtime, timing
@@ -27,8 +27,16 @@ from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 
-K = TypeVar("K")
 T = TypeVar("T")
+
+
+class HasStore(Protocol):
+    """What is asked by its database."""
+
+    store: Store
+
+
+K = TypeVar("K", bound=HasStore)
 
 
 class Health:
@@ -37,16 +45,11 @@ class Health:
     silent = False
     """Whether it did not answer the last time within the limit, or failed."""
     pinned = False
-    """Whether the last take found the key without a holder, and a transaction that keeps it from being taken."""
+    """Whether the last take was refused although nobody held the key: a transaction prevents it, for example."""
     asked_until = 0.0
     """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
     error: LockError | None = None
     """Why it failed the last time; None if it answered."""
-
-    def heard(self, error: LockError | None) -> None:
-        """It has answered, or failed with that error."""
-        self.silent = isinstance(error, LockStoreError) and not isinstance(error, StoreBusy)
-        self.error = error if self.silent else None
 
 
 class Ask(Generic[T]):
@@ -106,9 +109,11 @@ class Ask(Generic[T]):
         finally:
             if self.late:
                 self.health.asked_until = 0.0
-        self.health.heard(error)
+        busy = isinstance(error, StoreBusy)
+        self.health.silent = isinstance(error, LockStoreError) and not busy
+        self.health.error = error if self.health.silent else None
         if self.takes:
-            self.health.pinned = isinstance(error, StoreBusy)
+            self.health.pinned = busy
         with self._mutex:
             self.result, self.error, self.answered = result, error, True
             left = self.left
@@ -192,12 +197,10 @@ class Asks:
         for ask in pending if not waits else ():
             self.not_answered(ask)
 
-    def hear(
-        self, steps: Mapping[K, tuple[Store, Steps[T]]], limit: float, *, anyway: bool = False
-    ) -> Steps[dict[K, T | LockError]]:
+    def hear(self, steps: Mapping[K, Steps[T]], limit: float, *, anyway: bool = False) -> Steps[dict[K, T | LockError]]:
         """What each database has answered, or how it failed; `anyway`: also a silent one is asked."""
         wakeup = Wakeup()
-        asks = {each: self.ask(Ask(store, its, wakeup), anyway=anyway) for each, (store, its) in steps.items()}
+        asks = {each: self.ask(Ask(each.store, its, wakeup), anyway=anyway) for each, its in steps.items()}
         yield from self.gather(asks.values(), limit, wakeup, lambda: True)
         return {each: ask.error or cast("T", ask.result) for each, ask in asks.items() if ask.answered}
 
@@ -238,26 +241,23 @@ class Asks:
             self._changed.notify()
 
     def _serve(self) -> None:
-        while (job := self._next()) is not None:
-            store, steps, cancel = job
+        """Do jobs until there is none for a while."""
+        while True:
+            with self._mutex:
+                self._idle += 1
+                found = self._changed.wait_for(lambda: self._jobs, timing.DEFAULT.linger)
+                self._idle -= 1
+                if not found:
+                    return
+                self._working += 1
+                store, steps, cancel = self._jobs.popleft()
             try:
                 drive(steps, cancel=cancel)
             except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
                 warn("asking %s failed: %r", store.name, error)
-            del job, store, steps, cancel
+            del store, steps, cancel
             with self._mutex:
                 self._working -= 1
-
-    def _next(self) -> tuple[Store, Steps[Any], Cancel | None] | None:
-        """The next job for a thread; None if there is none for a while."""
-        with self._mutex:
-            self._idle += 1
-            found = self._changed.wait_for(lambda: self._jobs, timing.DEFAULT.linger)
-            self._idle -= 1
-            if not found:
-                return None
-            self._working += 1
-            return self._jobs.popleft()
 
 
 def the_asks() -> Asks:

@@ -8,13 +8,11 @@ Rule: whatever ends an attempt early, what it took, and what it may have taken, 
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
 from dblock.core.acquire.slow import SlowWait
@@ -23,11 +21,11 @@ from dblock.core.holding.flow import Entry, Flow
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
-from dblock.majority import member, protocol
+from dblock.majority import protocol
 from dblock.majority.asking import Ask, the_asks
 from dblock.majority.held import Held
-from dblock.majority.member import No, listed, short
-from dblock.majority.protocol import Answer, Majority, QuorumUnavailable, Round, What
+from dblock.majority.member import Member, No, answers, listed, short, too_few
+from dblock.majority.protocol import Answer, Majority, What
 
 if TYPE_CHECKING:
     from dblock.majority.base import BaseQuorumLock
@@ -38,35 +36,33 @@ T = TypeVar("T")
 class Attempts:
     """The attempts of one acquire."""
 
-    def __init__(self, lock: BaseQuorumLock, flow: Flow, timeout: float | None, entry: Entry) -> None:
+    def __init__(
+        self,
+        lock: BaseQuorumLock,
+        flow: Flow,
+        timeout: float | None,
+        entry: Entry,
+        contended: Callable[[LockInfo | None], None] | None,
+    ) -> None:
+        """`contended` is called once others had it."""
         self.lock, self.flow, self.timeout, self.entry = lock, flow, timeout, entry
-        self.locks = [copy.copy(each) for each in lock._members]
-        for each in self.locks:
-            each._flow = flow
+        self.members = lock._members_of(flow)
         self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
-        self.began = clock.now()
-        self.deadline = None if timeout is None else self.began + timeout
-        self.silent_until = math.inf if timeout is None else self.began + max(timeout, self.limit)
+        began = clock.now()
+        self.deadline = None if timeout is None else began + timeout
+        self.silent_until = math.inf if timeout is None else began + max(timeout, self.limit)
         """The local time until which databases are waited for that did not answer before."""
-        self.slow_wait = SlowWait(self.locks[0]._slow_wait)
-        self.granted: dict[int, Grant] = {}
-        self._said: dict[int, str] = {}
-        """The last answer of each database, in whichever attempt."""
-        self.cannot = set[int]()
-        """The databases that could not be asked the last time."""
+        self.slow_wait = SlowWait(lock._members[0]._slow_wait)
         self.busy = False
         """Whether others had the key in a database, in the present attempt."""
-        self.contended: Callable[[LockInfo | None], None] | None = None
-        """Called once others had it."""
+        self.contended = contended
         self.holder: LockInfo | None = None
         self.held: Held | None = None
         """What the flow has entered."""
-        self._asked: list[tuple[int, Ask[Any]]] = []
-        """What was asked in the present attempt, by the number of the database."""
         self._wakeup = Wakeup()
 
-    def run(self) -> Steps[Held | None]:
-        """Try until there is a majority, or the time is up."""
+    def run(self) -> Steps[Held | LockTimeout]:
+        """Try until there is a majority, or the time is up; raises QuorumUnavailable if too few could be asked."""
         mean = 2 * timing.DEFAULT.near
         while True:
             got = yield from self._once()
@@ -76,47 +72,37 @@ class Attempts:
             if left == 0:
                 break
             pause = random.uniform(0.5, 1.5) * mean  # noqa: S311 - to part contenders, not a secret
-            yield from sleep(self.locks[0]._store(), pause if left is None else min(pause, left))
+            yield from sleep(self.members[0].store, pause if left is None else min(pause, left))
             mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
         # The time may have passed in the queue of one database: whether the others can be asked is still to be heard.
-        _ = yield from self._look([number for number in range(len(self.locks)) if number not in self._said])
-        return None
-
-    @property
-    def said(self) -> dict[str, str]:
-        """The last answer of each database by its name, in the order of the databases."""
-        return {name: self._said[number] for number, name in enumerate(self.lock.names) if number in self._said}
-
-    def error(self) -> LockTimeout | QuorumUnavailable:
-        """Why there is no majority: others have the key, or too few databases could be asked."""
-        key, names, needed = self.lock.key, self.lock.names, self.needed
+        _ = yield from self._look([each for each in self.members if not each.said])
+        key, databases, said = self.lock.key, len(self.members), answers(self.members)
         waited = f"within {self.timeout:g} s" if self.timeout else "at one try"
-        if len(names) - len(self.cannot) < needed:
-            message = f"could not acquire {key!r} {waited}: fewer than {needed} of {len(names)} databases can be asked"
-            return QuorumUnavailable(f"{message}: {listed(self.said)}", key=key, answers=self.said)
-        message = f"could not acquire {key!r} in {needed} of {len(names)} databases {waited}: {listed(self.said)}"
+        if sum(not each.cannot for each in self.members) < self.needed:
+            raise too_few(key, f"could not acquire {key!r} {waited}: ", databases, "can be asked", said)
+        message = f"could not acquire {key!r} in {self.needed} of {databases} databases {waited}: {listed(said)}"
         return LockTimeout(f"{message}; wait longer with timeout=, or see to the holder", key=key, holder=self.holder)
 
     def _left(self) -> float | None:
         return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
-        self.granted, self.busy, self.held, self._asked = {}, False, None, []
+        self.busy, self.held = False, None
+        for each in self.members:
+            each.grant, each.asked = None, []
         got = yield from self._rounds(protocol.propose())
         if got is None:
             yield from self._give_all_back()
             return None
-        grants = {number: self.granted[number] for number in got.confirmed}
-        first = next(iter(grants.values()))
+        grants = [(each, each.grant) for each in self.members if each.grant and each.number in got.confirmed]
+        _, first = grants[0]
         whole = replace(first, tenure=first.tenure._replace(fence=got.fence))
-        self.held = held = Held(self.lock, self.flow, self.locks, whole, self.entry)
-        held.said = self.said
-        for number, grant in grants.items():
-            taking = member.hold(self.locks[number], self.flow, grant, self.entry.kind, held.alive)
-            held.parts[number] = yield from taking
+        self.held = held = Held(self.lock, self.flow, self.members, whole, self.entry)
+        for each, grant in grants:
+            yield from each.enter(grant, self.entry.kind, held.alive)
         self._give_back_later()
         if held.lease.remaining() > 0:
-            held.begin()
+            held.begin(self.flow)
             return held
         _ = yield from held.give()
         return None
@@ -124,199 +110,181 @@ class Attempts:
     def abandon(self) -> Steps[None]:
         """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
         held = self.held
-        for number, lock in enumerate(held.members if held is not None else ()):
-            hold = self.flow.holds.get((lock._store(), lock.key))
-            if held is not None and hold is not None and hold.entered_by(lock):  # interrupted before it was noted
-                held.parts[number] = hold
-        for number, ask in self._asked:
-            if held is None or number not in held.parts:
+        for each in held.members if held is not None else ():
+            hold = self.flow.holds.get((each.store, each.lock.key))
+            if hold is not None and hold.entered_by(each.lock):  # interrupted before it was noted
+                each.hold = hold
+        for each in self.members:
+            for ask in each.asked if each.hold is None else ():
                 ask.leave(self.asks)
         if held is not None:
             yield from held.abandon(self.entry)
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
-        attempt = protocol.attempt(len(self.locks), self.lock._ttl)
+        attempt = protocol.attempt(len(self.members), self.lock._ttl)
         asked = next(attempt)
         while True:
+            whom = [self.members[number] for number in asked.whom]
             match asked.what:
                 case What.QUEUE:
-                    granted = yield from self._queue(asked.whom, proposed)
+                    granted = yield from self._queue(proposed)
                 case What.TAKE:
-                    granted = yield from self._take(asked.whom, proposed)
+                    granted = yield from self._take(whom, proposed)
                 case What.CONFIRM:
-                    granted = yield from self._confirm(asked)
-            answers = {
-                number: Answer(each.tenure.fence, each.trusted_until, _is_firm(each))
-                for number, each in granted.items()
+                    granted = yield from self._confirm(whom, asked.fence)
+            grants = {each.number: cast("Grant", each.grant) for each in granted}
+            said = {
+                number: Answer(
+                    each.tenure.fence, each.trusted_until, not (each.ticket or each.local_handovers or each.term)
+                )
+                for number, each in grants.items()
             }
             try:
-                asked = attempt.send((answers, clock.now()))
+                asked = attempt.send((said, clock.now()))
             except StopIteration as done:
                 majority: Majority | None = done.value
                 return majority
 
     # -- giving back
 
-    def _give_back(self, number: int) -> Steps[None]:
-        return member.give_back(self.locks[number], self.granted[number].tenure.owner)
-
     def _give_all_back(self) -> Steps[None]:
         """Give back what was granted; what is not answered in time goes on."""
-        back = {number: (self.locks[number]._store(), self._give_back(number)) for number in self.granted}
+        back = {each: each.undo(each.grant) for each in self.members if each.grant is not None}
         _ = yield from self.asks.hear(back, self.limit, anyway=True)
-        self.granted = {}
+        for each in back:
+            each.grant = None
 
     def _give_back_later(self) -> None:
         """Give back, in the background, what was granted and is not held."""
-        for number in self.granted:
-            if self.held is None or number not in self.held.parts:
-                self.asks.begin(self.locks[number]._store(), self._give_back(number))
+        for each in self.members:
+            if each.grant is not None and each.hold is None:
+                self.asks.begin(each.store, each.undo(each.grant))
 
     # -- rounds
 
-    def _queue(self, whom: Collection[int], proposed: int) -> Steps[Mapping[int, Grant]]:
-        """The first database that answers; those that were silent before come last.
+    def _queue(self, proposed: int) -> Steps[list[Member]]:
+        """The first database that answers; those that are not waited for come last.
 
         Or all of them at once, if nobody is known to want the key.
         """
-        site = runtime.current.site(self.locks[0]._store())
-        held_here = any(runtime.current.watchdog.holds(lock._store(), self.lock.key) for lock in self.locks)
-        if not site.expects_contention(self.lock.key) and not held_here:
-            granted = yield from self._take(whom, proposed)
+        site, key = self.members[0].site, self.lock.key
+        held_here = any(runtime.current.watchdog.holds(each.store, key) for each in self.members)
+        if not site.expects_contention(key) and not held_here:
+            granted = yield from self._take(self.members, proposed)
             if len(granted) >= self.needed:
                 return granted
             if not self.busy:  # too few can be asked
-                return {}
-            site.note_contention(self.lock.key)
+                return []
+            site.note_contention(key)
             yield from self._give_all_back()
             if self._left() == 0:
-                return {}
-        silent = [number for number in whom if self.asks.is_silent(self.locks[number]._store())]
-        for number in (each for each in whom if each not in silent):
-            if (yield from self._wait_in_queue(number)):
-                return self.granted
-            if self._left() == 0 and number not in self.cannot:
-                return {}
+                return []
+        silent = [each for each in self.members if self.asks.is_silent(each.store)]
+        for each in self.members:
+            if each in silent:
+                continue
+            if (yield from self._wait_in_queue(each)):
+                return [each]
+            if self._left() == 0 and not each.cannot:
+                return []
         return (yield from self._take(silent, proposed))
 
-    def _wait_in_queue(self, number: int) -> Steps[bool]:
+    def _wait_in_queue(self, member: Member) -> Steps[bool]:
         """Take the key in one database, through its queue.
 
         Not any more when it does not answer, or when nobody has the key in a majority of the databases.
         """
-        ask = self._ask_to_take(number, self._left())
+        ask = member.ask(member.take(self._left(), 0, self.slow_wait), self._wakeup)
         yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             self._note_busy()
-            found = yield from self._look(range(len(self.locks)), lambda: not ask.pending())
-            if ask.pending() and number not in found:
+            found = yield from self._look(self.members, lambda: not ask.pending())
+            if ask.pending() and member not in found:
                 self.asks.not_answered(ask)
                 break
-            self.holder = found.get(number) or self.holder
-            free = {each: info is None or info.state != "held" for each, info in found.items()}
-            if ask.pending() and sum(free.values()) >= self.needed:
-                ask.health.pinned = free[number]
+            self.holder = found.get(member) or self.holder
+            free = [each for each, info in found.items() if info is None or info.state != "held"]
+            if ask.pending() and len(free) >= self.needed:
+                ask.health.pinned = member in free
                 ask.leave(self.asks)
                 return False
             yield from self.asks.gather([ask], timing.DEFAULT.attention, self._wakeup, waits=True)
-        self._note_takes(self._heard({number: ask}))
-        return number in self.granted
+        self._note_takes(self._heard({member: ask}))
+        return member.grant is not None
 
     def _look(
-        self, whom: Collection[int], enough: Callable[[], bool] = lambda: False
-    ) -> Steps[dict[int, LockInfo | None]]:
+        self, whom: Sequence[Member], enough: Callable[[], bool] = lambda: False
+    ) -> Steps[dict[Member, LockInfo | None]]:
         """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
-        looks = {number: self._ask(number, member.look(self.locks[number], self.limit), reads=True) for number in whom}
+        looks = {each: each.ask(each.look(self.limit), self._wakeup, reads=True) for each in whom}
         found = yield from self._answers(looks, enough)
-        for number, info in found.items():
+        for each, info in found.items():
             if info is not None and info.state == "held":
-                self._note(number, f"held by {info}")
+                each.note(f"held by {info}")
         return found
 
-    def _take(self, whom: Collection[int], proposed: int) -> Steps[dict[int, Grant]]:
-        before = set(self.granted)
-        takes = {number: self._ask_to_take(number, 0.0, proposed) for number in whom}
+    def _take(self, whom: Sequence[Member], proposed: int) -> Steps[list[Member]]:
+        before = sum(each.grant is not None for each in self.members)
+        takes = {each: each.ask(each.take(0.0, proposed, self.slow_wait), self._wakeup) for each in whom}
 
         def enough() -> bool:
-            return len(before) + sum(isinstance(ask.result, Grant) for ask in takes.values()) >= self.needed
+            return before + sum(isinstance(ask.result, Grant) for ask in takes.values()) >= self.needed
 
         self._note_takes((yield from self._answers(takes, enough)))
-        return {number: grant for number, grant in self.granted.items() if number not in before}
+        return [each for each in whom if each.grant is not None]
 
-    def _confirm(self, asked: Round) -> Steps[dict[int, Grant]]:
+    def _confirm(self, whom: Sequence[Member], fence: int) -> Steps[list[Member]]:
         until = clock.now() + self.limit
-        asks = {
-            number: self._ask(number, member.confirm(self.locks[number], self.granted[number], asked.fence, until))
-            for number in asked.whom
-        }
+        grants = [(each, cast("Grant", each.grant)) for each in whom]
+        asks = {each: each.ask(each.confirm(grant, fence, until), self._wakeup) for each, grant in grants}
         found = yield from self._answers(asks)
-        confirmed = {number: grant for number, grant in found.items() if grant is not None}
-        self.granted |= confirmed
-        for number in found.keys() - confirmed.keys():
-            self._note(number, "lost before it was confirmed")
-        return confirmed
+        for each, grant in found.items():
+            if grant is None:
+                each.note("lost before it was confirmed")
+            else:
+                each.grant = grant
+        return [each for each, grant in found.items() if grant is not None]
 
-    # -- asks, and what was heard
+    # -- what was heard
 
-    def _ask(self, number: int, steps: Steps[T], *, reads: bool = False) -> Ask[T]:
-        lock = self.locks[number]
-        ask = Ask(lock._store(), steps, self._wakeup, None if reads else functools.partial(member.undo, lock))
-        self._asked = [*self._asked, (number, ask)]
-        return cast("Ask[T]", self.asks.ask(ask))
-
-    def _ask_to_take(self, number: int, timeout: float | None, proposed: int = 0) -> Ask[Grant | No]:
-        return self._ask(number, member.take(self.locks[number], timeout, proposed, self.slow_wait))
-
-    def _answers(self, asks: Mapping[int, Ask[T]], enough: Callable[[], bool] = lambda: False) -> Steps[dict[int, T]]:
+    def _answers(
+        self, asks: Mapping[Member, Ask[T]], enough: Callable[[], bool] = lambda: False
+    ) -> Steps[dict[Member, T]]:
         """What those have answered that do in time, or until there is enough; for silent ones, `silent_until`."""
         yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough, silent_until=self.silent_until)
         return self._heard(asks)
 
-    def _heard(self, asks: Mapping[int, Ask[T]]) -> dict[int, T]:
+    def _heard(self, asks: Mapping[Member, Ask[T]]) -> dict[Member, T]:
         """The results; the asks that are not answered are left, and failures noted."""
-        found = dict[int, T]()
-        for number, ask in asks.items():
+        found = dict[Member, T]()
+        for member, ask in asks.items():
             if ask.pending():
                 ask.leave(self.asks)
                 if ask.prompt:
-                    self._note(number, f"no answer in {self.limit:.2g} s", cannot=True)
-                elif number not in self._said:
-                    self._note(number, "no answer for a while", cannot=True)
+                    member.note(f"no answer in {self.limit:.2g} s", cannot=True)
+                elif not member.said:
+                    member.note("no answer for a while", cannot=True)
             elif ask.error is None:
-                found[number] = cast("T", ask.result)
+                found[member] = cast("T", ask.result)
             elif isinstance(ask.error, (LockStoreError, LockTimeout)):
-                self._note(number, short(ask.error, ask.store), cannot=isinstance(ask.error, LockStoreError))
+                member.note(short(ask.error, member), cannot=isinstance(ask.error, LockStoreError))
             else:
                 raise ask.error
         return found
 
-    def _note_takes(self, takes: Mapping[int, Grant | No]) -> None:
-        for number, found in takes.items():
+    def _note_takes(self, takes: Mapping[Member, Grant | No]) -> None:
+        for member, found in takes.items():
             if isinstance(found, Grant):
-                self.granted[number] = found
-                self._note(number, "granted")
-                if found.ticket:
-                    self._note_busy()
+                member.grant = found
+                member.note("granted")
             else:
                 self.holder = found.held or self.holder
-                self._note(number, found.why, cannot=not found.busy)
-                if found.busy:
-                    self._note_busy()
-
-    def _note(self, number: int, said: str, *, cannot: bool = False) -> None:
-        self._said[number] = said
-        if cannot:
-            self.cannot.add(number)
-        else:
-            self.cannot.discard(number)
+                member.note(found.why)
+            if isinstance(found, No) or found.ticket:
+                self._note_busy()
 
     def _note_busy(self) -> None:
         """Others have the key; reported once."""
         contended, self.busy, self.contended = self.contended, True, None
         if contended is not None:
             contended(self.holder)
-
-
-def _is_firm(grant: Grant) -> bool:
-    """Whether a take has begun it, durably and for a whole lease."""
-    return not (grant.ticket or grant.local_handovers or grant.term)

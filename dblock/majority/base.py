@@ -16,35 +16,30 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, UnsupportedDatabase
-from dblock.core.holding.flow import Block, Entry, Hold, current_task
+from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded
-from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.leaving import _innermost, block_of, block_to_release
-from dblock.core.lock.locks import gives_way, of_the_end, refuses, was_ours
+from dblock.core.lock.key_template import Template
+from dblock.core.lock.locks import refuses
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps, undone
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_ttl
 from dblock.core.values import LockInfo, Seconds
-from dblock.majority import member, protocol
+from dblock.majority import protocol
 from dblock.majority.asking import the_asks
 from dblock.majority.attempts import Attempts
 from dblock.majority.held import Held, Place
+from dblock.majority.member import Member, answers, too_few
 from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
-from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
 
 
-def _refused(name: str) -> Any:
-    """An attribute of a lock that a majority lock does not have."""
+class _Refused(Refused):
+    """The refusal of a majority, whose error says what each database has said."""
 
-    def refuse(_: object) -> NoReturn:
-        raise AttributeError(f"a majority lock has no {name}: {REFUSED[name]}")
-
-    return property(refuse)
+    error: LockTimeout
 
 
 class BaseQuorumLock(BaseLock):
@@ -113,10 +108,10 @@ class BaseQuorumLock(BaseLock):
     def answers(self) -> Mapping[str, str]:
         """What each database has said, by name, of the lock that this flow holds, else of the last attempt."""
         hold = self._hold()
-        return MappingProxyType(dict(hold.said if isinstance(hold, Held) else self._last))
+        return MappingProxyType(answers(hold.members) if isinstance(hold, Held) else self._last)
 
     if not TYPE_CHECKING:  # hidden from type checkers
-        owner, sequencer = _refused("owner"), _refused("sequencer")
+        owner = sequencer = detach = property()  # no getter: so `__getattr__` says why
 
     def guard(self, *_: object, **__: object) -> NoReturn:
         """Refused: a transaction of one database cannot keep the others from granting the key."""
@@ -139,6 +134,10 @@ class BaseQuorumLock(BaseLock):
 
     # -- helpers
 
+    def _members_of(self, flow: Flow) -> list[Member]:
+        """The databases, as a flow asks them."""
+        return [Member(number, lock, flow) for number, lock in enumerate(self._members)]
+
     @property
     def _quorum(self) -> int:
         return protocol.majority(len(self._members))
@@ -150,95 +149,48 @@ class BaseQuorumLock(BaseLock):
 
     # -- entering
 
-    def _get(self, timeout: float | None, kind: str, its: Loaded | None = None) -> Steps[None]:
-        """Take it, or enter it again; raises LockTimeout or QuorumUnavailable. `kind`: that of the entry."""
+    def _acquires(
+        self,
+        timeout: float | None,
+        entry: Entry,
+        flow: Flow,
+        contended: Callable[[LockInfo | None], None] | None = None,
+    ) -> Steps[Hold | Refused]:
+        """Take it, or enter it again; raises QuorumUnavailable."""
         if runtime.current.store_override is not None:
             raise RuntimeError(
                 "memory() has no majority locks, which go by the real clock: give them three SQLite files"
             )
-        attempts = Attempts(self, current_flow(), timeout, Entry(self, kind, its.end if its else None))
+        attempts = Attempts(self, flow, timeout, entry, contended)
         try:
-            yield from undone(partial(self._entered, attempts, its), attempts.abandon)
+            return (yield from undone(self._begin(attempts), attempts.abandon))
         finally:
-            self._last = attempts.said
+            self._last = answers(attempts.members)
 
-    def _entered(self, attempts: Attempts, its: Loaded | None) -> Steps[None]:
-        observers, begin = runtime.current.watchdog.observers, partial(self._begin, attempts)
-        steps = begin() if observers is None else observers.acquire(self, attempts.entry, begin, self._leave)
-        held = yield from steps
-        if isinstance(held, Refused):
-            raise attempts.error()
-        if attempts.entry.kind == "with":
-            if self.options.interrupt:
-                held.cancelling = current_task().cancelling()
-            block = Block(attempts.entry, held)
-            self._blocks = [*(each for each in self._blocks if each.entry.lock is not None), block]
-            if its is not None:
-                its.opened.append(block)
-
-    def _begin(
-        self, attempts: Attempts, contended: Callable[[LockInfo | None], None] | None = None
-    ) -> Steps[Hold | Refused]:
+    def _begin(self, attempts: Attempts) -> Steps[Hold | Refused]:
         hold = self._hold_here(attempts.flow)
         if isinstance(hold, Held) and hold.lease.remaining() > 0:
             if kept := hold.open_entries():
                 attempts.held, hold.entries = hold, [*kept, attempts.entry]
                 return hold
             _ = yield from hold.give()  # its block has ended unnoticed, and it is renewed no more
-        attempts.contended = contended
-        if (held := (yield from attempts.run())) is not None:
-            return held
-        error = attempts.error()
-        if isinstance(error, QuorumUnavailable):
-            raise error
-        return Refused(attempts.holder)
+        found = yield from attempts.run()
+        if isinstance(found, Held):
+            return found
+        refused = _Refused(attempts.holder)
+        refused.error = found
+        return refused
 
-    def _acquire(self, timeout: float | None) -> Steps[bool]:
-        """Whether it was not held by others all the time; raises QuorumUnavailable."""
-        try:
-            yield from self._get(timeout, "acquire")
-        except LockTimeout:
-            return False
-        return True
-
-    def _enter(self, its: Loaded | None) -> Steps[None]:
-        """Begin a `with`, which has loaded `its`; raises LockTimeout or QuorumUnavailable."""
-        steps = self._get(self._timeout, "with", its)
-        return steps if self.options.on_busy == "raise" else or_skip(self, steps)
+    def _why_refused(self, refused: Refused) -> Steps[LockTimeout]:
+        yield from ()
+        return cast("_Refused", refused).error
 
     # -- leaving
 
-    def _release(self) -> Steps[None]:
-        """Leave once; the last time gives all back. Raises LockNotHeld, or LockLost."""
-        entry, hold = block_to_release(self)
-        yield from self._leave(self, hold, entry)
-
-    def _exit(self, error: BaseException | None, opened: list[Block] | None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception, `opened`: the blocks of its end."""
-        if self._skipped:
-            return
-        block = block_of(self, opened) or _innermost(self)
-        try:
-            if block is None or block.entry not in block.hold.entries:  # left by release()
-                yield from self._release()
-            else:
-                held = cast("Held", block.hold)
-                leave = partial(self._leave, self, held, block.entry)
-                yield from undone(leave, partial(held.abandon, block.entry))
-        except LockError as late:
-            if block is not None and was_ours(block.hold, error):
-                raise of_the_end(late) from error
-            if not gives_way(late, error):
-                raise
-        finally:
-            self._blocks = [each for each in self._blocks if each is not block]
-
-    def _leave(self, _: BaseLock, hold: Hold, entry: Entry) -> Steps[None]:
+    def _leaves(self, hold: Hold, entry: Entry) -> Steps[None]:
         """Leave by one entry; the last one gives all back. Raises LockLost."""
         held = cast("Held", hold)
-        steps = undone(partial(self._left, held, entry), partial(held.abandon, entry))
-        observers = runtime.current.watchdog.observers
-        return steps if observers is None else observers.leave(held, steps, "released")
+        return undone(self._left(held, entry), partial(held.abandon, entry))
 
     def _left(self, held: Held, entry: Entry) -> Steps[None]:
         good, kept = held.lease.remaining() > 0, held.open_entries(but=entry)
@@ -256,11 +208,11 @@ class BaseQuorumLock(BaseLock):
     def _extend(self, ttl: Seconds | None) -> Steps[None]:
         hold, _ = cast("Held", self._own_hold("extend")), self._surely_held()
         seconds = hold.lease.ttl if ttl is None else valid_ttl(ttl)
-        _ = yield from hold.each(partial(member.extend, seconds))
+        _ = yield from hold.each(lambda each: each.extend(seconds))
         hold.lease.ttl = seconds
 
     def _verify(self) -> Steps[bool]:
-        return cast("Held", self._surely_held()).each(member.verify)
+        return cast("Held", self._surely_held()).each(Member.verify)
 
     def _owned(self) -> Steps[bool]:
         try:
@@ -270,17 +222,16 @@ class BaseQuorumLock(BaseLock):
 
     def _rows(self) -> Steps[dict[str, LockInfo | None]]:
         """What each database shows that answers."""
-        looks = {lock._store().name: (lock._store(), member.look(lock, self._limit)) for lock in self._members}
+        looks = {each: each.look(self._limit) for each in self._members_of(current_flow())}
         heard = yield from the_asks().hear(looks, self._limit)
-        return {name: info and info.masked() for name, info in heard.items() if not isinstance(info, LockError)}
+        return {each.name: info and info.masked() for each, info in heard.items() if not isinstance(info, LockError)}
 
     def _locked(self) -> Steps[bool]:
         found = yield from self._rows()
         held = sum(info is not None and info.state == "held" and not info.waits for info in found.values())
         if held < self._quorum and len(found) < self._quorum:
-            answers = {name: "answers" if name in found else "no answer" for name in self.names}
-            message = f"fewer than {self._quorum} of {len(answers)} databases say whether {self.key!r} is held"
-            raise QuorumUnavailable(f"{message}: {member.listed(answers)}", key=self.key, answers=answers)
+            said = {name: "answers" if name in found else "no answer" for name in self.names}
+            raise too_few(self.key, "", len(said), f"say whether {self.key!r} is held", said)
         return held >= self._quorum
 
     if not TYPE_CHECKING:  # hidden from type checkers

@@ -20,7 +20,6 @@ from dblock.core import clock, runtime
 from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.holding.lease import Lease
-from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import take_out
 from dblock.core.log import warn
 from dblock.core.protocol.sending import Database
@@ -28,10 +27,9 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, State
 from dblock.core.wakeup.registry import Wakeup
-from dblock.majority import member, protocol
+from dblock.majority import protocol
 from dblock.majority.asking import Ask, the_asks
-from dblock.majority.member import No, listed, short
-from dblock.majority.protocol import QuorumUnavailable
+from dblock.majority.member import Member, No, answers, listed, short, too_few
 
 if TYPE_CHECKING:
     from dblock.majority.base import BaseQuorumLock
@@ -70,7 +68,7 @@ class Trust(Lease):
             if not held.entries:
                 return 0.0
             if self.loss is None:
-                moments = (hold.lease.trusted_until for hold in held.parts.values())
+                moments = (hold.lease.trusted_until for hold in held.holds())
                 self.trusted_until = protocol.trusted_until(moments, held.quorum)
             return super().remaining()
 
@@ -79,14 +77,14 @@ class Trust(Lease):
         """As of a lock: `held` if a majority of its leases are."""
         if self.remaining() <= 0:
             return "lost"
-        good = sum(hold.lease.state == "held" for hold in list(self._held.parts.values()))
+        good = sum(hold.lease.state == "held" for hold in self._held.holds())
         return "held" if good >= self._held.quorum else "at_risk"
 
     def lose(self, loss: Loss | None = None) -> bool:
         """Mark it lost, for good; without a loss for the reason of a database. False if it was already."""
         held = self._held
         with self._mutex:
-            reasons = [found.reason for hold in held.parts.values() if (found := hold.lease.loss) is not None]
+            reasons = [each.loss.reason for each in held.members if each.loss is not None]
             reason = loss.reason if loss is not None else reasons[-1] if reasons else Reason.EXPIRED
             return super().lose(_Loss(reason, words=held.why())) and held.renew_no_more()
 
@@ -97,37 +95,31 @@ class Held(Hold):
     shutdown_fd = 0
     """The moment at which missing databases are asked again is among the deadlines, as a connection is."""
 
-    def __init__(
-        self, lock: BaseQuorumLock, flow: Flow, members: Sequence[BaseLock], grant: Grant, entry: Entry
-    ) -> None:
+    def __init__(self, lock: BaseQuorumLock, flow: Flow, members: Sequence[Member], grant: Grant, entry: Entry) -> None:
         before = lock._hold_here(flow)
         outer = before if before is not None and before.open_entries() else None
         super().__init__(lock._store(), flow, grant, entry, lock.options, outer=outer)
         self.lock, self.members, self.quorum = lock, members, lock._quorum
-        self.parts: dict[int, Hold] = {}
-        """What is held of each database, by its number."""
-        self.said: dict[str, str] = {}
-        """The last answer of each database."""
         self.lease: Trust = Trust(self, grant)
-        self.loop = asyncio.get_running_loop() if members[0]._store().asynchronous else None
-        self._begun = set[int]()
-        """The databases that are being left."""
+        self.loop = asyncio.get_running_loop() if members[0].store.asynchronous else None
         self._at_risk = False
-        for number, each in enumerate(members):
-            told: Any = each
+        for each in members:
+            told: Any = each.lock
             told._majority = self.store.name
-            told._interrupt_body = partial(self._on_lost, number)
+            told._interrupt_body = partial(self._on_lost, each)
             told._who_hears_of_loss = lambda _: []
             told._who_hears_of_risk = self._on_at_risk
             told._who_hears_of_revocation = self._on_revoked
 
+    def holds(self) -> list[Hold]:
+        """What is held of the databases, or was lost."""
+        return [hold for each in self.members if (hold := each.hold) is not None]
+
     def why(self) -> str:
         """Why it is lost, for people."""
-        names, told = self.lock.names, dict(self.said)
-        for number, hold in list(self.parts.items()):
-            if (loss := hold.lease.loss) is not None:
-                told[names[number]] = f"lost, {loss.reason}"
-        return f"fewer than {self.quorum} of {len(names)} databases could be trusted: {listed(told)}"
+        lost = {each.name: f"lost, {each.loss.reason}" for each in self.members if each.loss is not None}
+        told = {**answers(self.members), **lost}
+        return f"fewer than {self.quorum} of {len(self.members)} databases could be trusted: {listed(told)}"
 
     def alive(self) -> object:
         """None once nobody can leave it who has not; then its databases are renewed no more."""
@@ -135,26 +127,24 @@ class Held(Hold):
 
     def renew_no_more(self) -> bool:
         """Let the leases of its databases end."""
-        for hold in list(self.parts.values()):
+        for hold in self.holds():
             hold.lease.renewing = False
         return True
 
-    def begin(self) -> None:
+    def begin(self, flow: Flow) -> None:
         """It is the flow's from now on, and grows."""
-        flow = self.flow()
-        assert flow is not None  # noqa: S101 - it runs
         self.grow_at(clock.now() + self.lease.ttl / 3)
         the_asks().held.add(self)
         flow.holds[self.store, self.key] = self
 
     # -- called from other threads, which must not wait
 
-    def _on_lost(self, number: int, hold: Hold) -> None:
+    def _on_lost(self, member: Member, hold: Hold) -> None:
         """A database is lost: perhaps all is; else it is taken again."""
         loss = hold.lease.loss
-        if not self.entries or loss is None or self.parts.get(number) is not hold:
+        if not self.entries or loss is None or member.hold is not hold:
             return
-        self.said[self.lock.names[number]] = f"lost, {loss.reason}"
+        member.note(f"lost, {loss.reason}")
         if loss.reason is Reason.RELEASED:  # by release_all()
             _ = self.lease.lose(loss)
         if self.lease.remaining() > 0:
@@ -180,14 +170,13 @@ class Held(Hold):
             return False
         return clock.now() < self.lease.acquired + self.max_hold and self.lease.remaining() > 0
 
-    def _missing(self) -> list[int]:
+    def _missing(self) -> list[Member]:
         """The databases that are not held."""
-        held = [number for number, hold in list(self.parts.items()) if hold.lease.loss is None]
-        return [number for number in range(len(self.members)) if number not in held]
+        return [each for each in self.members if each.hold is None or each.loss is not None]
 
     def missing(self) -> list[str]:
         """The names of the databases that it goes without."""
-        return [self.lock.names[number] for number in self._missing()] if self.entries and not self.lease.loss else []
+        return [each.name for each in self._missing()] if self.entries and not self.lease.loss else []
 
     def grow_at(self, moment: float) -> None:
         """Ask the missing databases again at that local time, and so on."""
@@ -207,56 +196,52 @@ class Held(Hold):
             warn("could not ask the missing databases of %r: %r", self.key, error)
 
     def _ask_missing(self) -> None:
-        for number in self._missing():
-            _ = the_asks().ask(Ask(self.members[number]._store(), self._take_again(number), Wakeup()))
+        for each in self._missing():
+            _ = the_asks().ask(Ask(each.store, self._take_again(each), Wakeup()))
 
-    def _take_again(self, number: int) -> Steps[None]:
+    def _take_again(self, member: Member) -> Steps[None]:
         """Take one more database, with the fence that the majority has at least."""
-        lock, name = self.members[number], self.lock.names[number]
         found: Grant | No | None = None
-        grant: Grant | No | None = None
+        grant: Grant | None = None
+        why = ""
         try:
-            found = grant = yield from member.take(lock, 0.0)
+            found = yield from member.take(0.0)
             if isinstance(found, Grant):
                 fence, until = max(self.tenure.fence, found.tenure.fence), clock.now() + self.lock._limit
-                grant = yield from member.confirm(lock, found, fence, until)
+                grant = yield from member.confirm(found, fence, until)
+            else:
+                why = found.why
         except LockStoreError as error:
-            grant = No(short(error, lock._store()))
+            why = short(error, member)
         with self.lease._mutex:
-            flow, is_missing = self.flow(), number in self._missing()  # else another ask has got it meanwhile
-            if isinstance(grant, Grant) and is_missing and flow is not None and self._is_live():
-                self.parts[number] = yield from member.hold(lock, flow, grant, self.entries[0].kind, self.alive)
-                self.said[name] = "granted"
+            is_missing = member in self._missing()  # else another ask has got it meanwhile
+            if grant is not None and is_missing and self._is_live():
+                yield from member.enter(grant, self.entries[0].kind, self.alive)
+                member.note("granted")
                 return
-            if isinstance(grant, No) and is_missing:
-                self.said[name] = grant.why
-        if isinstance(found, Grant) and not isinstance(grant, No):
-            yield from member.give_back(lock, found.tenure.owner)
+            if why and is_missing:
+                member.note(why)
+        if isinstance(found, Grant) and not why:
+            yield from member.give_back(found.tenure.owner)
 
     # -- asking all that are held
 
-    def each(self, steps: Callable[[BaseLock, Hold], Steps[bool]]) -> Steps[bool]:
+    def each(self, steps: Callable[[Member], Steps[bool]]) -> Steps[bool]:
         """Whether a majority of the databases answers True; raises LockLost, or QuorumUnavailable."""
-        limit, names, said = self.lock._limit, self.lock.names, dict(self.said)
-        asked = {
-            number: (hold.store, steps(self.members[number], hold))
-            for number, hold in sorted(self.parts.items())
-            if hold.lease.loss is None
-        }
+        limit, said = self.lock._limit, answers(self.members)
+        asked = {each: steps(each) for each in self.members if each not in self._missing()}
         heard = yield from the_asks().hear(asked, limit)
-        good = sum(answer is True for answer in heard.values())
-        for number in asked:
-            answer = heard.get(number)
+        for each in asked:
+            answer = heard.get(each)
             if isinstance(answer, LockError):
-                said[names[number]] = short(answer, self.parts[number].store)
+                said[each.name] = short(answer, each)
             elif not answer:
-                said[names[number]] = "lost" if number in heard else f"no answer in {limit:.2g} s"
-        if good >= self.quorum:
+                said[each.name] = "lost" if each in heard else f"no answer in {limit:.2g} s"
+        if sum(answer is True for answer in heard.values()) >= self.quorum:
             return True
         if self.lease.remaining() <= 0:
             raise self.lock._lost(self)
-        message = f"fewer than {self.quorum} of {len(names)} databases have confirmed {self.key!r}"
-        raise QuorumUnavailable(f"{message}: {listed(said)}", key=self.key, answers=said)
+        raise too_few(self.key, "", len(self.members), f"have confirmed {self.key!r}", said)
 
     # -- leaving
 
@@ -267,26 +252,22 @@ class Held(Hold):
         the key there finds the others free.
         """
         self._end()
-        lost, order = 0, sorted(self.parts)
-        likely = runtime.current.site(self.members[0]._store()).expects_contention(self.key)
-        for some in (order[1:], order[:1]) if likely else (order,):
-            leaving = {number: (self.parts[number].store, self._leave(number)) for number in some}
-            heard = yield from the_asks().hear(leaving, self.lock._limit, anyway=True)
+        lost, held = 0, [each for each in self.members if each.hold is not None]
+        likely = self.members[0].site.expects_contention(self.key)
+        for some in (held[1:], held[:1]) if likely else (held,):
+            heard = yield from the_asks().hear({each: each.leave() for each in some}, self.lock._limit, anyway=True)
             lost += sum(answer is not True for answer in heard.values())
-        return len(self.parts) - lost >= self.quorum
+        return len(held) - lost >= self.quorum
 
     def abandon(self, entry: Entry) -> Steps[None]:
         """After an interrupt leave by the entry, the last one in the background; in a forked child nothing is done."""
         self.entries = self.open_entries(but=entry)
         if not self.entries and self.who["pid"] == os.getpid():
             self._end()
-            for number in set(self.parts) - self._begun:
-                the_asks().begin(self.parts[number].store, self._leave(number))
+            for each in self.members:
+                if each.hold is not None and not each.leaving:
+                    the_asks().begin(each.store, each.leave())
         yield from ()
-
-    def _leave(self, number: int) -> Steps[bool]:
-        self._begun.add(number)
-        return member.leave(self.members[number], self.parts[number])
 
     def _end(self) -> None:
         """Nothing is added from now on."""

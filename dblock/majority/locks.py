@@ -1,32 +1,27 @@
-"""The methods of a majority lock, synchronous and asynchronous."""
+"""The methods of a majority lock, synchronous and asynchronous; those that are not here are as of a lock."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core.errors import LockTimeout
-from dblock.core.holding.flow import Block
-from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import Timeout, refuse_interrupt, refuses
-from dblock.core.protocol.steps import Steps
-from dblock.core.validation import acquire_timeout
+from dblock.core.lock import entering
+from dblock.core.lock.blocks import Loaded, block_begin
+from dblock.core.lock.locks import AsyncLock, SyncLock, Timeout, refuse_interrupt, refuses
+from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.values import LockInfo, Seconds
 from dblock.majority.base import BaseQuorumLock
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-class SyncQuorumLock(BaseQuorumLock):
+class SyncQuorumLock(BaseQuorumLock, SyncLock):
     """A majority lock whose methods block the calling thread."""
 
-    def _drive(self, steps: Steps[T]) -> T:
+    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
         driver: Any = self._members[0]
-        return driver._drive(steps)  # type: ignore[no-any-return]
+        return driver._drive(steps, cancel)  # type: ignore[no-any-return]
 
     def _refuse_event_loop(self) -> None:
         """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""
@@ -40,11 +35,7 @@ class SyncQuorumLock(BaseQuorumLock):
         As `Lock.acquire`. Raises QuorumUnavailable if fewer than a majority could be asked.
         """
         self._refuse_event_loop()
-        return self._drive(self._acquire(acquire_timeout(blocking, timeout, self._timeout)))
-
-    def release(self) -> None:
-        """Leave the lock once; the last time gives it back in all databases. Raises LockNotHeld, or LockLost."""
-        self._drive(self._release())
+        return super().acquire(blocking, timeout)
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let the leases end `ttl` seconds from now: sets, never adds. Raises LockLost, or QuorumUnavailable."""
@@ -62,7 +53,7 @@ class SyncQuorumLock(BaseQuorumLock):
         """Whether a majority of the databases shows a holder; raises QuorumUnavailable if too few answer."""
         return self._drive(self._locked())
 
-    def inspect(self) -> dict[str, LockInfo | None]:
+    def inspect(self) -> dict[str, LockInfo | None]:  # type: ignore[override]
         """The key's row in each database that answers, by its name."""
         return self._drive(self._rows())
 
@@ -70,40 +61,18 @@ class SyncQuorumLock(BaseQuorumLock):
     def __enter__(self, its: Loaded | None = None) -> Self:
         refuse_interrupt(self.options.interrupt)
         self._refuse_event_loop()
-        self._drive(self._enter(its))
+        self._drive(entering.enter(self, its))
         return self
-
-    @block_end
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        self._drive(self._exit(error, opened))
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or AsyncEngines")
 
-    def __call__(self, function: F) -> F:
-        """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
-        return decorated(self, function)
 
-
-class AsyncQuorumLock(BaseQuorumLock):
+class AsyncQuorumLock(BaseQuorumLock, AsyncLock):
     """A majority lock whose methods are coroutines; see SyncQuorumLock for what each does.
 
     `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
     """
-
-    async def acquire(self: BaseQuorumLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time."""
-        return await self._adrive(self._acquire(acquire_timeout(blocking, timeout, self._timeout)))
-
-    async def release(self: BaseQuorumLock) -> None:
-        """Leave the lock once; the last time gives it back in all databases."""
-        await self._adrive(self._release(), undisturbed=True)
 
     async def extend(self: BaseQuorumLock, ttl: Seconds | None = None) -> None:
         """Let the leases end `ttl` seconds from now."""
@@ -121,28 +90,6 @@ class AsyncQuorumLock(BaseQuorumLock):
         """Whether a majority of the databases shows a holder."""
         return await self._adrive(self._locked())
 
-    async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:
+    async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:  # type: ignore[override]
         """The key's row in each database that answers, by its name."""
         return await self._adrive(self._rows())
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        await self._adrive(self._enter(its))
-        return self
-
-    @block_end
-    async def __aexit__(
-        self: BaseQuorumLock,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        await self._adrive(self._exit(error, opened), undisturbed=True)
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")
-
-    def __call__(self: BaseQuorumLock, function: F) -> F:
-        """Decorate a coroutine function: each call holds the lock; the key is formatted with its arguments."""
-        return adecorated(self, function)

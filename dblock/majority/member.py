@@ -1,4 +1,4 @@
-"""Steps of a majority lock on one of its databases.
+"""One database of a majority lock: the steps there, and what is known and held of it.
 
 What is held there is an ordinary hold of the calling flow, which the watchdog renews.
 
@@ -7,9 +7,10 @@ Rule: a tenure that was begun is returned, held or given back, whatever interrup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -21,6 +22,7 @@ from dblock.core.errors import (
     LockLost,
     LockNotHeld,
     LockStoreError,
+    Loss,
     StoreBusy,
     StoreConflict,
     StoreUnanswered,
@@ -33,133 +35,169 @@ from dblock.core.lock.refusals import quarantined
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps, undone
 from dblock.core.values import Grant, LockInfo
+from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
-
-if TYPE_CHECKING:
-    from dblock.core.protocol.sending import Database
-    from dblock.core.protocol.store import Store
+from dblock.majority.asking import Ask, the_asks
+from dblock.majority.protocol import QuorumUnavailable
 
 T = TypeVar("T")
 
 
 class No(NamedTuple):
-    """A database has not granted."""
+    """A database has not granted, as others have the key, or were faster."""
 
     why: str
     held: LockInfo | None = None
     """The holder, if somebody else has it."""
-    busy: bool = False
-    """Whether it can be asked: others have the key."""
 
 
-def take(
-    lock: BaseLock, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None
-) -> Steps[Grant | No]:
-    """Take the key in one database, if that counts (`protocol.standing`); with the proposed fence if it is free.
+class Member:
+    """One database of a majority lock, for one flow: what it was asked, has answered, and what is held there."""
 
-    Raises StoreBusy if nobody holds it, and a transaction keeps it from being taken.
-    """
-    store = lock._store()
-    database = store.database
-    said: Rows = ()
-    found: Grant | Refused | None = None
-    likely = runtime.current.site(store).expects_contention(lock.key)
-    if proposed and not likely and runtime.current.watchdog.hold_of(store, lock.key) is None and database.answers():
-        found, said = yield from _take_at_once(lock, proposed)
-    if found is None:
-        found = yield from _take_or_wait(lock, timeout, slow_wait or SlowWait())
-    if isinstance(found, Refused):
-        return (yield from _why_not(lock, found))
-    undo = partial(give_back, lock, found.tenure.owner)
-    left = yield from undone(partial(protocol.standing, database, lock._ttl, _soon(database), said), undo)
-    if not left:
-        return found
-    yield from undo()
-    return No(f"new, or restarted: counts in {left:.1f} s")
+    hold: Hold | None = None
+    """What is held there, or was lost."""
+    leaving = False
+    """Whether that is being left."""
+    grant: Grant | None = None
+    """What it has granted in the present attempt."""
+    said = ""
+    """Its last answer, in whichever attempt."""
+    cannot = False
+    """Whether it could not be asked the last time."""
 
+    def __init__(self, number: int, lock: BaseLock, flow: Flow) -> None:
+        self.number, self.flow, self.store = number, flow, lock._store()
+        self.name, self.database, self.site = self.store.name, self.store.database, runtime.current.site(self.store)
+        self.lock = copy.copy(lock)
+        self.lock._flow = flow
+        self.asked: list[Ask[Any]] = []
+        """What was asked in the present attempt."""
 
-def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
-    """Take a key that is free, with what its database says of itself."""
-    store, flow = lock._store(), cast("Flow", lock._flow)
-    request = entering.request_of(lock, store, flow, lock._ttl)
-    owner, database = request.new_owner(), store.database
-    taking = partial(protocol.take, database, request.parameters(owner), proposed, _soon(database))
-    try:
-        found = yield from undone(taking, partial(give_back, lock, owner), but=LockStoreError)
-    except (StoreConflict, StoreUnreachable):
-        return None, ()
-    except StoreUnanswered:
-        _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)
-        raise
-    return found or (None, ())
+    @property
+    def loss(self) -> Loss | None:
+        """Why what is held there was lost."""
+        return None if self.hold is None else self.hold.lease.loss
 
+    def note(self, said: str, *, cannot: bool = False) -> None:
+        """Remember its answer."""
+        self.said, self.cannot = said, cannot
 
-def _take_or_wait(lock: BaseLock, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-    store, flow = lock._store(), cast("Flow", lock._flow)
-    return lock._take(
-        Attempt(
-            runtime.current.site(store),
-            entering.request_of(lock, store, flow, lock._ttl),
-            timeout,
-            partial(runtime.current.waiter_services, store),
-            lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
-            slow_wait=slow_wait,
-            held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
+    def ask(self, steps: Steps[T], wakeup: Wakeup, *, reads: bool = False) -> Ask[T]:
+        """Begin the steps; what they get after the caller has gone is given back, unless they only read."""
+        ask = Ask(self.store, steps, wakeup, None if reads else self.undo)
+        self.asked = [*self.asked, ask]
+        return cast("Ask[T]", the_asks().ask(ask))
+
+    # -- steps
+
+    def take(self, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None) -> Steps[Grant | No]:
+        """Take the key, if the database counts (`protocol.standing`); with the proposed fence if the key is free.
+
+        Raises StoreBusy if nobody holds it and it cannot be taken: it does not count, or a transaction prevents it.
+        """
+        said: Rows = ()
+        found: Grant | Refused | None = None
+        likely = self._is_held_here() or self.site.expects_contention(self.lock.key)
+        if proposed and not likely and self.database.answers():
+            found, said = yield from self._take_at_once(proposed)
+        if found is None:
+            found = yield from self._take_or_wait(timeout, slow_wait or SlowWait())
+        if isinstance(found, Refused):
+            return (yield from self._why_not(found))
+        undo = partial(self.give_back, found.tenure.owner)
+        left = yield from undone(self._standing(self.lock._ttl, said), undo)
+        if not left:
+            return found
+        yield from undo()
+        raise StoreBusy(f"new, or restarted: counts in {left:.1f} s", key=self.lock.key)
+
+    def _is_held_here(self) -> bool:
+        return runtime.current.watchdog.hold_of(self.store, self.lock.key) is not None
+
+    def _soon(self) -> float:
+        """The local time until which a statement without waiting is tried."""
+        return self.database.now() + self.database.timing.single_try
+
+    def _standing(self, ttl: float, said: Rows = ()) -> Steps[float]:
+        return protocol.standing(self.database, ttl, self._soon(), said)
+
+    def _take_at_once(self, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
+        """Take a key that is free, with what its database says of itself."""
+        request = entering.request_of(self.lock, self.store, self.flow, self.lock._ttl)
+        owner = request.new_owner()
+        taking = protocol.take(self.database, request.parameters(owner), proposed, self._soon())
+        try:
+            found = yield from undone(taking, partial(self.give_back, owner), LockStoreError)
+        except (StoreConflict, StoreUnreachable):
+            return None, ()
+        except StoreUnanswered:
+            _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
+            raise
+        return found or (None, ())
+
+    def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
+        return self.lock._take(
+            Attempt(
+                self.site,
+                entering.request_of(self.lock, self.store, self.flow, self.lock._ttl),
+                timeout,
+                partial(runtime.current.waiter_services, self.store),
+                lambda: [each.tenure.owner for each in self.flow.holds.values() if not each.lease.loss],
+                slow_wait=slow_wait,
+                held_in_process=self._is_held_here(),
+            )
         )
-    )
 
+    def _why_not(self, refused: Refused) -> Steps[No]:
+        holder, busy = refused
+        if busy is not None:
+            raise busy
+        if holder is not None and holder.state == "held":
+            return No(f"held by {holder}", holder.masked())
+        closed = yield from quarantined(self.lock, refused)
+        if holder is None and not closed:
+            return No("others were faster")
+        pinned = "nobody holds it, but somebody's transaction guards it or has locked its row"
+        raise StoreBusy(closed or pinned, key=self.lock.key)
 
-def _why_not(lock: BaseLock, refused: Refused) -> Steps[No]:
-    holder, busy = refused
-    if busy is not None:
-        raise busy
-    if holder is not None and holder.state == "held":
-        return No(f"held by {holder}", holder.masked(), busy=True)
-    if closed := (yield from quarantined(lock, refused)):
-        return No(closed)
-    if holder is None:
-        return No("others were faster", busy=True)
-    raise StoreBusy("nobody holds it, but somebody's transaction guards it or has locked its row", key=lock.key)
+    def confirm(self, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
+        """Confirm a tenure; one that is not known to be confirmed is given back."""
+        confirming = protocol.confirm(self.database, grant, fence, self.lock._ttl, until)
+        return undone(confirming, partial(self.give_back, grant.tenure.owner, again=True))
 
+    def give_back(self, owner: str, *, again: bool = False) -> Steps[None]:
+        """Free the tenure of an attempt, whichever fence it has; raises nothing.
 
-def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
-    """Confirm a tenure; one that is not known to be confirmed is given back."""
-    confirming = partial(protocol.confirm, lock._store().database, grant, fence, lock._ttl, until)
-    return undone(confirming, partial(give_back, lock, grant.tenure.owner, again=True))
+        `again`: a statement may be under way.
+        """
+        return handover.undo_take(self.site, self.lock.key, owner, again=again)
 
+    def undo(self, found: object) -> Steps[None]:
+        """Give back what the database has granted, perhaps too late."""
+        if isinstance(found, Grant):
+            yield from self.give_back(found.tenure.owner)
 
-def give_back(lock: BaseLock, owner: str, *, again: bool = False) -> Steps[None]:
-    """Free the tenure of an attempt, whichever fence it has; raises nothing. `again`: a statement may be under way."""
-    return handover.undo_take(runtime.current.site(lock._store()), lock.key, owner, again=again)
+    def enter(self, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[None]:
+        """Hold what has been confirmed until `alive` gives None; no I/O."""
+        found = yield from entering.acquire(self.lock, None, kind, self.flow, granted=grant, end=alive)
+        self.hold = cast("Hold", found)
 
+    def leave(self) -> Steps[bool]:
+        """Leave what is held; False if it was lost."""
+        held, self.leaving = cast("Hold", self.hold), True
+        return _kept(leaving.leave_entry(self.lock, Block(entry, held)) for entry in held.entries)
 
-def undo(lock: BaseLock, found: object) -> Steps[None]:
-    """Give back what a database has granted too late."""
-    if isinstance(found, Grant):
-        yield from give_back(lock, found.tenure.owner)
+    def extend(self, ttl: float) -> Steps[bool]:
+        """Let the lease end `ttl` seconds from now; False if it was lost."""
+        return _kept(iter([self._standing(ttl), operations.extend(self.lock, ttl)]))
 
+    def verify(self) -> Steps[bool]:
+        """Whether the row still shows the tenure."""
+        return _kept(iter([operations.verify(self.lock)]))
 
-def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[Hold]:
-    """Hold what has been confirmed, for the flow, until `alive` gives None; no I/O."""
-    found = yield from entering.acquire(lock, None, kind, flow, granted=grant, end=alive)
-    return cast("Hold", found)
-
-
-def leave(lock: BaseLock, held: Hold) -> Steps[bool]:
-    """Leave what is held of one database; False if it was lost."""
-    return _kept(leaving.leave_entry(lock, Block(entry, held)) for entry in held.entries)
-
-
-def extend(ttl: float, lock: BaseLock, held: Hold) -> Steps[bool]:
-    """Let the lease in one database end `ttl` seconds from now; False if it was lost."""
-    database = held.store.database
-    longest = protocol.standing(database, ttl, _soon(database))
-    return _kept(iter([longest, operations.extend(lock, ttl)]))
-
-
-def verify(lock: BaseLock, _: Hold) -> Steps[bool]:
-    """Whether the row of one database still shows the tenure."""
-    return _kept(iter([operations.verify(lock)]))
+    def look(self, limit: float) -> Steps[LockInfo | None]:
+        """The row."""
+        return tenures.look(self.database, self.lock.key, self.database.now() + limit)
 
 
 def _kept(several: Iterator[Steps[Any]]) -> Steps[bool]:
@@ -172,25 +210,25 @@ def _kept(several: Iterator[Steps[Any]]) -> Steps[bool]:
     return True
 
 
-def look(lock: BaseLock, limit: float) -> Steps[LockInfo | None]:
-    """The row of one database."""
-    database = lock._store().database
-    return tenures.look(database, lock.key, database.now() + limit)
-
-
-def short(error: LockError, store: Store) -> str:
+def short(error: LockError, member: Member) -> str:
     """An error without its advice, and without the name of its database, which is shown beside it."""
     text = str(error).partition(";")[0]
-    for name in (getattr(store, "_described", ""), store.name):
+    for name in (getattr(member.store, "_described", ""), member.name):
         text = text.replace(f" to {name}:", ":", 1).removeprefix(f"{name}: ").removeprefix(f"{name} ")
     return text
 
 
-def listed(answers: Mapping[str, str]) -> str:
+def answers(members: Sequence[Member]) -> dict[str, str]:
+    """The last answer of each database by its name."""
+    return {each.name: each.said for each in members if each.said}
+
+
+def listed(said: Mapping[str, str]) -> str:
     """What each database has said, in one line."""
-    return "; ".join(f"{name}: {answer}" for name, answer in answers.items())
+    return "; ".join(f"{name}: {answer}" for name, answer in said.items())
 
 
-def _soon(database: Database) -> float:
-    """The local time until which a statement without waiting is tried."""
-    return database.now() + database.timing.single_try
+def too_few(key: str, what: str, databases: int, did: str, said: Mapping[str, str]) -> QuorumUnavailable:
+    """The error for fewer than a majority of the databases that did something."""
+    message = f"{what}fewer than {protocol.majority(databases)} of {databases} databases {did}: {listed(said)}"
+    return QuorumUnavailable(message, key=key, answers=said)

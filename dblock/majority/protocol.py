@@ -142,17 +142,12 @@ def attempt(databases: int, ttl: float) -> Attempt:
         granted = {**granted, **more}
     if len(granted) < quorum:
         return None
-    fence = highest(granted)
+    fence = max(answer.fence for answer in granted.values())
     confirmed = {each: answer for each, answer in granted.items() if answer.firm and answer.fence == fence}
     if rest := [each for each in granted if each not in confirmed]:
         more, now = yield Round(What.CONFIRM, rest, fence)
         confirmed = {**confirmed, **more}
     return Majority(fence, confirmed) if is_good(confirmed, quorum, now, ttl) else None
-
-
-def highest(granted: Mapping[int, Answer]) -> int:
-    """The fence of a lock whose databases have granted these."""
-    return max(answer.fence for answer in granted.values())
 
 
 def is_good(confirmed: Mapping[int, Answer], quorum: int, now: float, ttl: float) -> bool:
@@ -170,27 +165,6 @@ def confirm(database: Database, grant: Grant, fence: int, life: float, until: fl
     parameters: Parameters = {"key": key, "owner": owner, "fence": lowest, "raised": fence, "life": life}
     sent, rows = yield from send(database, statement, parameters, until, resend=True)
     return Grant(grant.tenure._replace(fence=fence), sent, grant.ttl, grant.ticket) if rows else None
-
-
-class Server(NamedTuple):
-    """What a database says of its server and of its table."""
-
-    identity: str
-    """Which table of which server it is; empty if that is unknown."""
-    started: float
-    """When the server started, in seconds since 1970 by its own clock."""
-    known: str
-    """Identity and start as somebody has recorded them."""
-    age: float
-    """Seconds since that was recorded."""
-    longest: float
-    """The longest lease in use that was recorded there, in seconds."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is the server that was recorded, and has not started again."""
-        identity, _, started = self.known.rpartition(" ")
-        return bool(started) and identity == self.identity and abs(float(started) - self.started) <= START_TOLERANCE
 
 
 def propose() -> int:
@@ -225,11 +199,13 @@ def standing(database: Database, life: float, until: float, said: Rows = ()) -> 
     if not said:
         _, said = yield from send(database, statements.server.over(tables, quote), known, until, resend=True)
     [row] = said
-    server = Server(str(row[0] or ""), float(row[1] or 0), str(row[2] or ""), float(row[3] or 0), float(row[4] or 0))
-    if not server.is_known:
-        recorded: Parameters = {**known, "label": f"{server.identity} {server.started:.6f}", "far": FAR}
-        _ = yield from send(database, statements.record.over(tables, quote), recorded, until, resend=True)
+    identity, started, recorded = str(row[0] or ""), float(row[1] or 0), str(row[2] or "")
+    age, longest = float(row[3] or 0), float(row[4] or 0)
+    before, _, start = recorded.rpartition(" ")
+    if before != identity or not start or abs(float(start) - started) > START_TOLERANCE:  # another, or started again
+        label: Parameters = {"label": f"{identity} {started:.6f}", "far": FAR}
+        _ = yield from send(database, statements.record.over(tables, quote), {**known, **label}, until, resend=True)
         return max(life, SHORTEST_QUARANTINE)
-    if server.longest < life:
+    if longest < life:
         _ = yield from send(database, statements.lengthen.over(tables, quote), known, until, resend=True)
-    return max(max(server.longest, life, SHORTEST_QUARANTINE) - server.age, 0.0)
+    return max(max(longest, life, SHORTEST_QUARANTINE) - age, 0.0)

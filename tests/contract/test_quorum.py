@@ -25,14 +25,15 @@ import sqlalchemy_dblock
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
+from dblock.core.lock import entering
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
-from dblock.majority import base
 from dblock.majority.asking import the_asks
 from dblock.majority.attempts import Attempts
 from dblock.majority.base import BaseQuorumLock
 from dblock.majority.held import Held
+from dblock.majority.member import Member
 from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
@@ -629,13 +630,13 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("where", ["_leave", "_left", "give", "_end", "renew_no_more"])
+@pytest.mark.parametrize("where", ["_leaves", "_left", "give", "_end", "renew_no_more"])
 def test_a_block_whose_leaving_is_interrupted_is_given_back(
     place: Place, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever that happens; and the same flow may take it again."""
     actor, lock, struck = place.actors[0], place.lock(), list[str]()
-    of: Any = Held if where in vars(Held) and where != "_leave" else BaseQuorumLock
+    of: Any = Held if where in vars(Held) else BaseQuorumLock
     plain = getattr(of, where)
 
     def strikes(*given: Any, **named: Any) -> Any:
@@ -668,7 +669,7 @@ def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monk
             pass
 
     def body() -> Any:
-        monkeypatch.setattr(base, "Block", strikes)
+        monkeypatch.setattr(entering, "Block", strikes)
         if place.face == "async":
             return aenters()
         with pytest.raises(KeyboardInterrupt), lock:
@@ -683,21 +684,22 @@ def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monk
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("where", ["_heard", "_note_takes", "_note", "_give_back_later"])
+@pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back_later"])
 def test_an_answer_that_an_interrupt_has_met_is_given_back(
     place: Place, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it was noted, or after: else one of the rows is left to its lease."""
     if place.face == "async":
         pytest.skip("tasks are cancelled instead")
-    plain: Any = getattr(Attempts, where)
+    of: Any = Member if where == "note" else Attempts
+    plain = getattr(of, where)
 
     def strikes(*given: Any, **named: Any) -> Any:
         monkeypatch.undo()
         plain(*given, **named)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Attempts, where, strikes)
+    monkeypatch.setattr(of, where, strikes)
     with pytest.raises(KeyboardInterrupt):
         place.actors[0].call(place.lock(), "acquire")
     assert until(lambda: not holders(), 3)

@@ -46,7 +46,7 @@ def acquire(
     `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
     """
     entry, observers, flow = Entry(lock, kind, end), runtime.current.watchdog.observers, flow or lock._running_flow()
-    begin = _acquire if granted is None else functools.partial(_begin_granted, granted)
+    begin = type(lock)._acquires or _acquire if granted is None else functools.partial(_begin_granted, granted)
     if observers is None:
         steps = begin(lock, timeout, entry, flow)
     else:
@@ -197,7 +197,7 @@ def enter_block(
     else:
         found = yield from acquire(lock, timeout, "with", flow, end=end)
         if isinstance(found, Refused):
-            raise (yield from timed_out(lock, found)) from found.busy
+            raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
         hold = found
     block = Block(hold.entries[-1], hold)
     lock._blocks = [*(each for each in lock._blocks if each.entry.lock is not None), block]

@@ -200,7 +200,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     """Leave one entry; an open transaction may defer the last one. Raises LockLost if the lease is over."""
-    return _observed(hold, _leave_entry(lock, hold, left))
+    return _observed(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left))
 
 
 def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:
