@@ -163,7 +163,7 @@ class BaseQuorumLock(BaseLock):
             )
         attempts = Attempts(self, flow, timeout, entry, contended)
         try:
-            return (yield from undone(self._begin(attempts), attempts.abandon))
+            return (yield from undone(partial(self._begin, attempts), attempts.abandon))
         finally:
             self._last = answers(attempts.members)
 
@@ -190,7 +190,7 @@ class BaseQuorumLock(BaseLock):
     def _leaves(self, hold: Hold, entry: Entry) -> Steps[None]:
         """Leave by one entry; the last one gives all back. Raises LockLost."""
         held = cast("Held", hold)
-        return undone(self._left(held, entry), partial(held.abandon, entry))
+        return undone(partial(self._left, held, entry), partial(held.abandon, entry))
 
     def _left(self, held: Held, entry: Entry) -> Steps[None]:
         good, kept = held.lease.remaining() > 0, held.open_entries(but=entry)

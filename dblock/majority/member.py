@@ -105,7 +105,7 @@ class Member:
         if isinstance(found, Refused):
             return (yield from self._why_not(found))
         undo = partial(self.give_back, found.tenure.owner)
-        left = yield from undone(self._standing(self.lock._ttl, said), undo)
+        left = yield from undone(partial(self._standing, self.lock._ttl, said), undo)
         if not left:
             return found
         yield from undo()
@@ -125,7 +125,7 @@ class Member:
         """Take a key that is free, with what its database says of itself."""
         request = entering.request_of(self.lock, self.store, self.flow, self.lock._ttl)
         owner = request.new_owner()
-        taking = protocol.take(self.database, request.parameters(owner), proposed, self._soon())
+        taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
             found = yield from undone(taking, partial(self.give_back, owner), LockStoreError)
         except (StoreConflict, StoreUnreachable):
@@ -162,7 +162,7 @@ class Member:
 
     def confirm(self, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
         """Confirm a tenure; one that is not known to be confirmed is given back."""
-        confirming = protocol.confirm(self.database, grant, fence, self.lock._ttl, until)
+        confirming = partial(protocol.confirm, self.database, grant, fence, self.lock._ttl, until)
         return undone(confirming, partial(self.give_back, grant.tenure.owner, again=True))
 
     def give_back(self, owner: str, *, again: bool = False) -> Steps[None]:
