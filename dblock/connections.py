@@ -112,15 +112,13 @@ class DjangoPool(AutocommitPool):
         """In this thread."""
         sessions.ask(connection, until)
 
-    def close(self, connection: PooledConnection) -> None:
-        """In order; also in a thread whose event loop runs, where Django's own `close` raises."""
+    def close(self, connection: PooledConnection, *, broken: bool) -> None:
+        """Also in a thread whose event loop runs, where Django's own `close` raises."""
         wrapper = connection.lent
         try:
             wrapper._close()
         finally:
             wrapper.connection = None
-
-    terminate = abandon = close
 
 
 class Lane:

@@ -118,8 +118,8 @@ class DjangoStore(BaseStore):
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
             return None
-        connection = self._source.open_apart(self.database.now() + self.database.timing.statement_timeout)
-        close = partial(self._source.terminate, connection)
+        connection = self._source.open_apart()
+        close = partial(self._source.close, connection, broken=True)
         try:
             if self.database.dialect.queue.sleep_until_killed is not None:
                 return open_listener(self, connection, close, channel, wakeups)

@@ -27,7 +27,7 @@ from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
 from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from dblock.core import clock, runtime
+from dblock.core import clock, runtime, timing
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
@@ -63,22 +63,26 @@ class EnginePool(AutocommitPool):
             event.listen(engine, "do_connect", self._set_options)
 
     def open(self, connection: PooledConnection) -> None:
-        """Open it as the engine's pool does; the first one alone, while SQLAlchemy examines the server.
+        """Open it as the engine's pool does."""
+        if self._dialect.is_async:
+            await_only(self._open_in_time(connection))
+        else:
+            self._open(connection)
+
+    async def _open_in_time(self, connection: PooledConnection) -> None:
+        """Open it, the first one alone, while SQLAlchemy examines the server; TimeoutError, as some drivers have none.
 
         SQLAlchemy does so under a lock that belongs to one event loop, and never wakes a waiter in another loop.
         """
-        while self._dialect.is_async and not self._known:
-            if not self._goes_first(connection):
-                rest(0.002, self._dialect)
-                continue
+        async with asyncio.timeout(timing.DEFAULT.surely_answered):
+            while not (self._known or self._goes_first(connection)):  # noqa: ASYNC110 - of another loop, perhaps
+                await asyncio.sleep(0.002)
             try:
-                self._open(connection)
+                await greenlet_spawn(self._open, connection)
                 self._known = True
             finally:
                 if self._first is connection:
                     self._first = None
-            return
-        self._open(connection)
 
     def _goes_first(self, connection: PooledConnection) -> bool:
         with self._mutex:
@@ -101,7 +105,7 @@ class EnginePool(AutocommitPool):
         except BaseException:
             if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
                 with contextlib.suppress(Exception):
-                    self.terminate(connection)
+                    self.close(connection, broken=True)
             raise
         finally:
             _opening.reset(opening)
@@ -169,8 +173,6 @@ class EnginePool(AutocommitPool):
         loop = asyncio.get_running_loop()
         task = plain_task(greenlet_spawn(work, connection), loop)
         self._tasks.add(task)
-        if connection.expected_until < math.inf:  # an opening that hangs keeps no other from being the first
-            _ = loop.call_later(connection.expected_until - clock.now(), task.cancel)
 
         def ended(_: object) -> None:
             self._tasks.discard(task)
@@ -193,15 +195,19 @@ class EnginePool(AutocommitPool):
             run = runner
             connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
 
-    def close(self, connection: PooledConnection) -> None:
-        """Close it in an orderly way; not with asyncpg, which would wait for the server."""
-        if self._dialect.driver == "asyncpg":
+    def close(self, connection: PooledConnection, *, broken: bool) -> None:
+        """Close it, in an orderly way if it is whole; not with asyncpg, which would wait for the server."""
+        if connection.loop is not self.loop():
+            self._abandon(connection)
+        elif broken:
+            self._terminate(connection)
+        elif self._dialect.driver == "asyncpg":
             connection.cut()
-            self.terminate(connection)
+            self._terminate(connection)
         else:
             self._dialect.do_close(connection.raw)
 
-    def terminate(self, connection: PooledConnection) -> None:
+    def _terminate(self, connection: PooledConnection) -> None:
         """Close it without waiting: a task that is cancelled again and again would not end."""
         driver = connection.raw.driver_connection if self._dialect.is_async else None
         if driver is None:
@@ -211,7 +217,7 @@ class EnginePool(AutocommitPool):
         else:
             _end(driver)
 
-    def abandon(self, connection: PooledConnection) -> None:
+    def _abandon(self, connection: PooledConnection) -> None:
         """Close the socket without its event loop; if that still runs, in it. psycopg's needs none, as it is idle."""
         driver = connection.raw.driver_connection
         loop: Any = connection.loop

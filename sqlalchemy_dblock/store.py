@@ -125,8 +125,8 @@ class EngineStore(BaseStore):
         by_kill_query = self.database.dialect.queue.sleep_until_killed is not None
         if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
             return None
-        connection = self._source.open_apart(self.database.now() + self.database.timing.statement_timeout)
-        close = partial(self._source.terminate, connection)
+        connection = self._source.open_apart()
+        close = partial(self._source.close, connection, broken=True)
         try:
             if make is None:
                 return open_listener(self, connection, close, channel, wakeups)

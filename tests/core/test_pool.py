@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dis
 import gc
@@ -47,14 +46,9 @@ class Pool(AutocommitPool):
         connection.raw = object()
         self.opened += 1
 
-    def close(self, connection: PooledConnection) -> None:
-        self.told.append("close")
-
-    def terminate(self, connection: PooledConnection) -> None:
-        self.told.append("terminate after a cut" if connection.overdue else "terminate")
-
-    def abandon(self, connection: PooledConnection) -> None:
-        self.told.append("abandon")
+    def close(self, connection: PooledConnection, *, broken: bool) -> None:
+        how = "terminate" if broken else "close"
+        self.told.append(f"{how} after a cut" if connection.overdue else how)
 
     def loop(self) -> Any:
         return self.home
@@ -87,8 +81,8 @@ def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
         pool.take(soon(), critical=False)
     pool.may.set()
     assert until(lambda: pool._idle)
-    pool.take(soon(), critical=False)  # and nobody refers to it
-    pool.give(pool.take(soon(), critical=False))
+    pool.take(soon(5), critical=False)  # and nobody refers to it
+    pool.give(pool.take(soon(5), critical=False))
 
 
 def test_openings_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +103,19 @@ def test_openings_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 <= len(threads("dblock connect")) < 8 + HANGING
     pool.may.set()
     assert until(lambda: pool._idle)
-    pool.give(pool.take(soon(), critical=False))
+    pool.give(pool.take(soon(5), critical=False))
+
+
+def test_an_opening_that_hangs_holds_up_the_next_caller_for_the_time_of_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it has one of its own opened."""
+    timed(monkeypatch, single_try=0.05, local_poll=0.02)
+    pool = Pool(most=1)
+    with pytest.raises(StoreUnreachable, match="in time"):
+        pool.take(soon(), critical=False)
+    monkeypatch.setattr(pool, "open", lambda connection: setattr(connection, "raw", object()))
+    pool.give(pool.take(soon(5), critical=False))
+    assert len(threads("dblock connect")) == 1
+    pool.may.set()
 
 
 def test_a_connection_that_is_open_when_its_caller_stops_waiting_goes_to_the_next() -> None:
@@ -123,22 +129,20 @@ def test_a_connection_that_is_open_when_its_caller_stops_waiting_goes_to_the_nex
 
     pool.wait = wait  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        pool.take(soon(), critical=False)
+        pool.take(soon(10), critical=False)
     assert len(pool._idle) == 1
     assert not pool._slots[False].lent
 
 
 def test_one_that_is_returned_while_another_is_opened() -> None:
-    """The caller uses it, and the new one is kept once it is open; a listener waits for its own."""
+    """The caller uses it, and the new one is kept once it is open."""
     pool = Pool(most=2)
     pool.may.set()
-    mine = pool.take(soon(), critical=False)
+    mine = pool.take(soon(5), critical=False)
     pool.may.clear()
     threading.Timer(0.05, pool.give, (mine,)).start()
     assert pool.take(soon(5), critical=False) is mine
     pool.give(mine)
-    with pytest.raises(StoreUnreachable, match="in time"):
-        pool.open_apart(soon(0.3))
     pool.may.set()
     assert until(lambda: len(pool._idle) == 2)
     assert not pool._slots[False].lent
@@ -174,7 +178,7 @@ def test_a_crowd_uses_its_connections_again() -> None:
     """More are kept than as a rule while somebody waits for them; afterwards the rest is closed."""
     pool = Pool(most=4 * KEPT)
     pool.may.set()
-    mine = [pool.take(soon(), critical=False) for _ in range(4 * KEPT)]
+    mine = [pool.take(soon(5), critical=False) for _ in range(4 * KEPT)]
 
     def work() -> None:
         connection = pool.take(soon(10), critical=False)
@@ -198,12 +202,12 @@ def test_what_breaks_is_cut_before_it_is_closed() -> None:
     """So that nothing that a driver does to end a connection waits for a server that is silent."""
     pool = Pool(most=3)
     pool.may.set()
-    first, second = (pool.take(soon(), critical=False) for _ in range(2))
+    first, second = (pool.take(soon(5), critical=False) for _ in range(2))
     pool.give(first)
     pool.drop(second, others=True)
     assert pool.told == ["terminate after a cut"] * 2
     assert not pool._idle
-    first, second = (pool.take(soon(), critical=False) for _ in range(2))
+    first, second = (pool.take(soon(5), critical=False) for _ in range(2))
     pool.give(first)
     pool.drop(second, others=False)
     assert pool._idle == [first]
@@ -234,31 +238,31 @@ def test_what_was_lent_in_an_event_loop_that_is_closed_is_lent_no_more() -> None
     pool = Pool(most=1)
     pool.may.set()
     pool.home = over = Loop()
-    abandoned = pool.take(soon(), critical=False)
+    abandoned = pool.take(soon(5), critical=False)
     pool.home = Loop()
     with pytest.raises(PoolExhausted, match="in use"):
         pool.take(soon(), critical=False)
     over.closed = True
-    pool.give(pool.take(soon(), critical=False))
+    pool.give(pool.take(soon(5), critical=False))
     pool.give(abandoned)
     assert len(pool._idle) == 1
 
 
 def test_each_event_loop_has_its_own() -> None:
-    """Those of another one stay where they are while it lives, and are abandoned once it is over."""
+    """Those of another one stay where they are while it lives, and are closed once it is over."""
     pool = Pool(most=3)
     pool.may.set()
     one, other = Loop(), Loop()
     pool.home = one
-    pool.give(ours := pool.take(soon(), critical=False))
+    pool.give(ours := pool.take(soon(5), critical=False))
     pool.home = other
-    pool.give(pool.take(soon(), critical=False))
+    pool.give(pool.take(soon(5), critical=False))
     pool.home = one
-    assert pool.take(soon(), critical=False) is ours
+    assert pool.take(soon(5), critical=False) is ours
     assert pool.told == []
     other.closed = True
-    pool.give(pool.take(soon(), critical=False))
-    assert pool.told == ["abandon"]
+    pool.give(pool.take(soon(5), critical=False))
+    assert pool.told == ["close"]
 
 
 def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +270,7 @@ def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[int]()
     pool.may.set()
-    mine = pool.take(soon(), critical=False)
+    mine = pool.take(soon(5), critical=False)
 
     def work(number: int) -> None:
         connection = pool.take(soon(10), critical=False)
@@ -312,7 +316,7 @@ def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyP
     timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[tuple[bool, int]]()
     pool.may.set()
-    mine = pool.take(soon(), critical=False)
+    mine = pool.take(soon(5), critical=False)
 
     def work(priority: bool, number: int) -> None:
         connection = pool.take(soon(10), critical=False, priority=priority)
@@ -359,75 +363,76 @@ def test_a_slot_is_reserved_for_a_moment_for_the_flow_that_was_notified(monkeypa
     now = [100.0]
     monkeypatch.setattr("dblock.core.connections.slots.clock", SimpleNamespace(now=lambda: now[0]))
     slots, mine, other = Slots(1), PooledConnection(), PooledConnection()
-    slots.lend(mine)
+    _ = mine.occupy(slots)
     first, second = SlotWaiter(200.0), SlotWaiter(200.0)
     slots.join(first)
     slots.join(second)
-    slots.free(mine)
-    assert first.consume()
-    assert not slots.has_room(None)
-    assert not slots.has_room(second)
+    assert slots.first() == []
+    mine.vacate()
+    assert slots.first() == [first]
     now[0] += 1.1 * timing.DEFAULT.local_poll
     second.attend(timing.DEFAULT.local_poll)
-    assert not slots.has_room(second)
+    assert slots.first() == [first]
     now[0] += 1.1 * timing.DEFAULT.local_poll
-    assert slots.has_room(second)
-    slots.lend(other)
+    assert slots.first() == [second]
+    _ = other.occupy(slots)
     slots.leave(second)
     first.attend(timing.DEFAULT.local_poll)
-    assert not slots.has_room(first)
+    assert slots.first() == []
     third = SlotWaiter(200.0)
     slots.join(third)
-    slots.free(other)
-    assert first.notified()
-    assert not third.notified()
-    assert slots.has_room(first)
+    other.vacate()
+    assert slots.first() == [first]
 
 
 def test_one_that_was_cut_is_lent_no_more() -> None:
     """Though its event loop stands still, and does not see it; when it does, it is closed."""
     pool = Pool(most=1)
     pool.may.set()
-    stuck = pool.take(soon(), critical=False)
+    stuck = pool.take(soon(5), critical=False)
     with pytest.raises(PoolExhausted):
         pool.take(soon(), critical=False)
     stuck.cut()
-    other = pool.take(soon(), critical=False)
+    other = pool.take(soon(5), critical=False)
     assert other is not stuck
     pool.drop(stuck, others=False)
     assert pool.told == ["terminate after a cut"]
     pool.give(other)
-    assert pool.take(soon(), critical=False) is other
+    assert pool.take(soon(5), critical=False) is other
 
 
 def test_no_slot_is_reserved_for_a_flow_that_does_not_claim_it() -> None:
-    """A place whose time is up, whose event loop does not run, or is blocked, or whose flow was interrupted."""
+    """A place whose time is up, whose event loop does not run or is blocked, or whose flow was interrupted."""
     pool = Pool(most=1)
     pool.may.set()
     slots = pool._slots[False]
-    mine = pool.take(soon(), critical=False)
-    late, asleep, blocked = SlotWaiter(soon(-1)), SlotWaiter(soon(10)), SlotWaiter(soon(10))
-    asleep._loop = asyncio.new_event_loop()
-    for place in (late, asleep, blocked):
+    mine = pool.take(soon(5), critical=False)
+    late, blocked = SlotWaiter(soon(-1)), SlotWaiter(soon(10))
+    for place in (late, blocked):
         slots.join(place)
     threading.Timer(0.05, pool.give, (mine,)).start()
     assert pool.take(soon(5), critical=False) is mine
     assert blocked.notified()
     assert not late.notified()
-    assert not asleep.notified()
-    asleep._loop.close()
+    assert slots.line == [blocked], "a place whose time is up is removed by one who comes"
 
 
 def test_a_flow_that_was_notified_and_gives_up_passes_it_on() -> None:
-    slots, mine = Slots(1), PooledConnection()
-    slots.lend(mine)
-    first, second = (SlotWaiter(soon(10)) for _ in range(2))
-    slots.join(first)
-    slots.join(second)
-    slots.free(mine)
-    assert first.notified()
-    assert not second.notified()
-    slots.leave(first)
+    """Interrupted as it wakes, for instance."""
+    pool, second = Pool(most=1), SlotWaiter(soon(10))
+    pool.may.set()
+    mine = pool.take(soon(5), critical=False)
+
+    def wait(first: Wakeup, _: float) -> None:
+        pool._slots[False].join(second)
+        pool.give(mine)
+        assert first.notified()
+        assert not second.notified()
+        raise KeyboardInterrupt
+
+    pool.wait = wait  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(soon(10), critical=False)
     assert second.notified()
 
 
@@ -435,7 +440,7 @@ def test_nobody_waits_for_what_would_come_too_late() -> None:
     """A statement that is cut short costs its connection, and the next one that."""
     pool = Pool(most=1)
     pool.may.set()
-    mine = pool.take(soon(), critical=False)
+    mine = pool.take(soon(5), critical=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
     with pytest.raises(PoolExhausted, match="in use"):
         pool.take(soon(0.06), critical=False)
@@ -445,8 +450,8 @@ def test_a_call_that_is_lost_costs_a_pause() -> None:
     """The first one in the line is not notified, and looks for a connection all the same."""
     pool = Pool(most=1)
     pool.may.set()
-    pool._slots[False]._notify = lambda: None  # type: ignore[method-assign]
-    mine = pool.take(soon(), critical=False)
+    pool._notify = lambda: None  # type: ignore[method-assign]
+    mine = pool.take(soon(5), critical=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
     start = clock.now()
     assert pool.take(soon(10), critical=False) is mine
@@ -489,7 +494,7 @@ def test_a_child_waits_for_no_thread_of_its_parent() -> None:
     """Those that wait for a connection at the fork are not there to give up their turns."""
     pool = Pool(most=1)
     pool.may.set()
-    _ = pool.take(soon(), critical=False)
+    _ = pool.take(soon(5), critical=False)
     waiter = SlotWaiter(soon(60))
     waiter.attend(60)
     pool._slots[False].line.append(waiter)
@@ -565,7 +570,7 @@ def test_a_flow_interrupted_in_the_line_holds_up_nobody() -> None:
     for place in itertools.chain([untraced], itertools.count()):
         pool, strike = Pool(most=1), Strike(place)
         pool.may.set()
-        mine = [pool.take(soon(), critical=False)]
+        mine = [pool.take(soon(5), critical=False)]
         over = threading.Event()
         gives = threading.Thread(target=_give_back, args=(pool, mine, over))
         gives.start()
@@ -632,6 +637,7 @@ class AskedPool(Pool):
         made = [self.take(soon(5), critical=False) for _ in range(count)]
         for each in made:
             self.give(each)
+        self.asked.clear()
         return made
 
 
@@ -693,44 +699,17 @@ def test_one_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     assert pool._idle == [new]
 
 
-def test_the_others_are_asked_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller waits for one question, however many are idle; those that answer are kept, each of the others ends."""
+def test_the_others_are_closed_with_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller waits for one question, however many are idle: the network has dropped all of them as a rule."""
     timed(monkeypatch, trusted_idle=0.0)
     pool = AskedPool(most=9)
     made = pool.filled(KEPT)
-    pool.dead, sound = [*made[:2], made[-1]], made[2:-1]
-    caller = list[PooledConnection]()
-    ask, answering = pool.ask, threading.Event()
-
-    def slow(connection: PooledConnection, until: float) -> None:
-        if threading.current_thread() is threading.main_thread():
-            caller.append(connection)
-        else:
-            answering.wait(5)
-        ask(connection, until)
-
-    monkeypatch.setattr(pool, "ask", slow)
+    pool.dead = made[-1:]
     new = pool.take(soon(5), critical=False)
-    assert caller == [made[-1]]
     assert new not in made
-    answering.set()
-    assert until(lambda: len(pool.told) == 3)
-    assert pool.told == ["terminate after a cut"] * 3
-    assert until(lambda: len(pool._idle) == len(sound))
-    assert pool._idle == sound
-
-
-def test_those_of_another_event_loop_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may stand still, so that nothing could be asked there: they are asked when they are wanted."""
-    timed(monkeypatch, trusted_idle=0.0)
-    pool = AskedPool(most=9)
-    pool.home = Loop()
-    [theirs] = pool.filled(1)
-    pool.home = Loop()
-    pool.dead = pool.filled(1)
-    assert pool.take(soon(5), critical=False) not in pool.dead
-    assert pool._idle == [theirs]
-    assert [each for each, _ in pool.asked] == pool.dead
+    assert [each for each, _ in pool.asked if each in made] == pool.dead
+    assert pool.told == ["terminate after a cut"] * KEPT
+    assert not pool._idle
 
 
 def test_one_that_was_used_meanwhile_needs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:

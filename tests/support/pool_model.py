@@ -1,8 +1,9 @@
 """A pool's real code with callers that are greenlets: each order of their steps can be tried, with a fault at each.
 
-A caller stops before and after each critical section, where it waits, and while it uses a connection or probes it; so
-does a task in the background, and the opening of a connection. The world chooses who goes on, and when time passes.
-Between two stops the code changes nothing that others see: it holds the pool's lock, or touches only what is its own.
+A caller stops before each critical section, where it waits, and while it uses a connection or probes it; so does a task
+in the background, and the opening of a connection. The world chooses who goes on, and when time passes. Between two
+stops the code changes nothing that others see: it holds the pool's lock, or touches only what is its own. Where callers
+are interrupted, they stop after each critical section too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from dblock.core import timing
-from dblock.core.connections.connection import PooledConnection, Stage
-from dblock.core.connections.pool import AutocommitPool
+from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
@@ -90,6 +91,8 @@ class Actor:
     uses: tuple[Use, ...] = ()
     connection: PooledConnection | None = None
     """What a background task works on."""
+    opens_for: SlotWaiter | None = None
+    """The waiter that has asked for it."""
     at: str = "start"
     wakes: float = 0.0
     waiter: Wakeup | None = None
@@ -120,6 +123,10 @@ class Actor:
     def due(self) -> float:
         return max(self.wakes, self.blocked_until) if self.runs else math.inf
 
+    def place(self) -> tuple[int, int]:
+        """The lower, the sooner it is served."""
+        return (-self.queued.rank, self.joined) if self.queued is not None else (0, self.world.count + 1)
+
     def in_line(self, slots: Slots) -> bool:
         """Whether it waits for a slot, and is not blocked."""
         return self.runs and self.queued in slots.line and self.blocked_until <= self.world.time
@@ -138,8 +145,20 @@ class Mutex:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._depth -= 1
-        if not self._depth and kind is None:
+        if not self._depth and kind is None and "interrupt" in self._world.kinds:
             self._world.stop("unlock")
+
+
+class Lent(set[int]):
+    """The connections of some slots that are lent; whoever gets one is checked."""
+
+    def __init__(self, world: PoolWorld, slots: Slots) -> None:
+        super().__init__()
+        self._world, self._slots = world, slots
+
+    def add(self, it: int, /) -> None:
+        self._world.check_turn(self._slots)
+        super().add(it)
 
 
 class ModelPool(AutocommitPool):
@@ -150,14 +169,15 @@ class ModelPool(AutocommitPool):
         self._mutex: Any = Mutex(world)
         self._world = world
         for slots in self._slots:
+            slots.lent = Lent(world, slots)
             vars(slots)["join"] = partial(self._join, slots)
 
-    def _join(self, slots: Slots, waiter: SlotWaiter, *, first: bool = False) -> None:
+    def _join(self, slots: Slots, waiter: SlotWaiter) -> None:
         self._world.count += 1
         running = self._world.running
         if running is not None:
             running.queued, running.joined = waiter, self._world.count
-        Slots.join(slots, waiter, first=first)
+        Slots.join(slots, waiter)
 
     def open(self, connection: PooledConnection) -> None:
         self._world.stop("open")
@@ -165,14 +185,12 @@ class ModelPool(AutocommitPool):
         self._world.raws.add(connection.raw)
         connection.question, connection.shutdown_fd = bool, NO_DESCRIPTOR
 
-    def close(self, connection: PooledConnection) -> None:
+    def close(self, connection: PooledConnection, *, broken: bool) -> None:
         raw: Raw = connection.raw
         assert not raw.parents, "a child closes its parent's session"
         assert not raw.closed, "a connection is closed twice"
         assert id(connection) not in self._world.hands, "a connection is closed while it is used"
         raw.closed = True
-
-    terminate = abandon = close
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         if connection.raw.dead:
@@ -186,7 +204,8 @@ class ModelPool(AutocommitPool):
     def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
         for each in connections:
             loop: Any = each.loop
-            self._world.actors.append(Actor(self._world, loop, partial(work, each), connection=each))
+            [opens_for] = work.args if isinstance(work, partial) else (None,)
+            self._world.actors.append(Actor(self._world, loop, partial(work, each), (), each, opens_for))
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         running = self._world.running
@@ -197,15 +216,10 @@ class ModelPool(AutocommitPool):
         finally:
             running.waiter = waiter._loop = None
 
-    def _claim(self, loop: object, slots: Slots, waiter: SlotWaiter | None = None) -> PooledConnection | None:
-        ahead = self._world.ahead(slots, waiter)
-        room = slots.most - len(slots.lent)
-        connection = super()._claim(loop, slots, waiter)
-        if connection is not None:
+    def _claim(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
+        connection = super()._claim(slots, waiter)
+        if connection is not None and connection.opening:
             self._world.check_opening(connection, slots)
-            freed = len(slots.occupants()) - 1  # those that were lost are not counted any more
-            assert ahead < max(room, slots.most - freed), "somebody was overtaken"
-            assert waiter is None or self._world.time < waiter.until
         return connection
 
 
@@ -243,7 +257,7 @@ class PoolWorld:
     def life(self, actor: Actor) -> None:
         """What a caller does: as the executor."""
         for turn, use in enumerate(actor.uses):
-            actor.turn, actor.use = turn, use
+            actor.turn, actor.use, actor.queued = turn, use, None
             until = self.time + use.timeout
             with contextlib.suppress(PoolExhausted, StoreUnreachable, Refused, KeyboardInterrupt):
                 connection: PooledConnection | None = self.pool.take(
@@ -262,18 +276,18 @@ class PoolWorld:
                     self.pool.drop(connection, others=False)
                 else:
                     self.pool.give(connection)
-            connection, actor.queued = None, None
+            connection = None
             assert self.over or self.disturbed or self.time <= until + use.hold, "a caller waits for too long"
             actor.use = None
 
     def lent(self, connection: PooledConnection, actor: Actor, use: Use) -> None:
         assert id(connection) not in self.hands, "a connection is lent to two"
-        assert connection.stage is Stage.LENT
+        assert not connection.opening
         assert not connection.raw.closed, "a closed connection is lent"
         assert not connection.raw.dead, "a connection is lent that does not answer"
         assert not connection.raw.parents, "the parent's connection is lent"
         assert connection.loop is actor.loop, "a connection of another event loop is lent"
-        self.hands[id(connection)] = connection, actor
+        self.hands[id(connection)], actor.queued = (connection, actor), None
         assert id(connection) in self.pool._slots[use.critical].lent or connection.overdue, "lent without a slot"
 
     def stop(self, at: str, wakes: float | None = None) -> None:
@@ -311,26 +325,29 @@ class PoolWorld:
                 del actor.work
                 actor.connection = None
 
-    def ahead(self, slots: Slots, waiter: SlotWaiter | None) -> int:
-        """How many others of the line have a better right to a slot."""
+    def check_turn(self, slots: Slots) -> None:
+        """Whoever gets a slot now comes before all who wait, but for those who have others."""
         mine = self.running
-        assert mine is not None
-        assert mine.use is not None
-        if waiter is not None and waiter.priority and slots.line[:1] == [waiter]:  # also instead of a silent one
-            return 0
-        count, place = (
-            0,
-            (not mine.use.priority, mine.joined if waiter is not None and mine.queued is waiter else math.inf),
-        )
-        for other in self.actors:
-            if other is not mine and other.in_line(slots) and other.use is not None and other.queued is not None:
-                count += (not other.use.priority, other.joined) < place and other.queued.polls_by > self.time
-        return count
+        if mine is None or mine.use is None or self.over:
+            return
+        before = [
+            each for each in self.actors if each is not mine and each.in_line(slots) and each.place() < mine.place()
+        ]
+        ahead = sum(each.queued is not None and each.queued.polls_by > self.time for each in before)
+        assert ahead < slots.most - len(slots.lent), "somebody was overtaken"
+        assert mine.queued is None or self.time < mine.queued.until, "somebody gets a connection too late"
 
     def check_opening(self, connection: PooledConnection, slots: Slots) -> None:
-        """No other connection is opened while one is expected that no caller waits for."""
-        late = [each for each in slots.occupants() if each.stage is Stage.LATE and each.loop is connection.loop]
-        assert not late or connection.stage is not Stage.OPENING, "one more is opened while one is expected"
+        """No other connection is opened while enough are expected, whoever has asked for them."""
+        waiting = sum(each.in_line(slots) and each.loop is connection.loop for each in self.actors)
+        expected = self.expected(slots, connection.loop)
+        assert self.over or expected.count(True) <= waiting, "one more is opened while one is expected"
+        assert expected.count(False) < HANGING, "one more is opened while many hang"
+
+    def expected(self, slots: Slots, loop: object) -> list[bool]:
+        """For each opening for those slots and that event loop, whether it is expected to end."""
+        known = [each for each in self.pool._connections() if each.slots is slots and each.loop is loop]
+        return [self.time < each.expected_until for each in known if each.opening]
 
     def choices(self) -> list[Choice]:
         """All that can happen next."""
@@ -448,16 +465,13 @@ class PoolWorld:
             used = [lent for lent, owner in self.hands.values() if owner.use and owner.use.critical == bool(critical)]
             in_use = [each for each in used if not (each.overdue or pool.is_over(each.loop))]
             assert len(in_use) <= slots.most, "more are in use than may be"
-            assert len(slots.occupants()) <= slots.most, "more slots than there are"
+            assert len(slots.lent) <= slots.most, "more slots than there are"
             for each in in_use:
                 assert id(each) in slots.lent, "used without a slot"
         self.check_free()
-        for opening in (actor.connection for actor in self.actors if actor.at == "open" and not actor.gone):
-            if opening is not None and opening.stage is not Stage.CLOSED:
-                expired = opening.expected_until < self.time or pool.is_over(opening.loop)
-                assert opening.slots is not None or expired, "a connection is opened without a slot"
+        assert len(set(map(id, pool._idle))) == len(pool._idle), "idle twice"
         for each in pool._idle:
-            assert each.stage is Stage.IDLE, "not idle in the stack"
+            assert each.slots is None, "idle with a slot"
             assert not each.raw.closed, "a closed connection is idle"
             assert not each.raw.parents, "a parent's connection is idle in its child"
             assert not each.raw.old, "an idle connection is older than the last closing"
@@ -473,19 +487,18 @@ class PoolWorld:
 
     def is_free(self, slots: Slots) -> bool:
         """Whether somebody waits who could have a slot, or one that is lost, once that is noticed."""
-        waiting = [each for each in self.actors if each.in_line(slots)]
+        waiting = sorted((each for each in self.actors if each.in_line(slots)), key=Actor.place)
         if waiting and self.is_lost(slots):
             return True
-        if not waiting or len(slots.lent) >= slots.most:
-            return False
-        late = [each.loop for each in slots.occupants() if each.stage is Stage.LATE]
+        del waiting[int(slots.most) - len(slots.lent) :]
+        opening = [each.loop for each in waiting if any(self.expected(slots, each.loop))]
         idle = [each.loop for each in self.pool._idle]
-        return any(each.loop in idle or each.loop not in late for each in waiting)
+        return any(each.loop in idle or each.loop not in opening for each in waiting)
 
     def is_lost(self, slots: Slots) -> bool:
         """Whether a connection occupies a slot in vain."""
-        pool, now = self.pool, self.time
-        return any(each.overdue or each.expected_until < now or pool.is_over(each.loop) for each in slots.occupants())
+        lent = [each for each in self.pool._connections() if id(each) in slots.lent]
+        return any(each.overdue or self.pool.is_over(each.loop) for each in lent)
 
     def check_free(self) -> None:
         """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""
@@ -507,12 +520,18 @@ class PoolWorld:
             for _ in range(int(slots.most)):
                 self.running, waiter = Actor(self, None, lambda: None, use=Use()), SlotWaiter(math.inf)
                 slots.join(waiter)
-                assert self.pool._claim(None, slots, waiter) is not None, "a slot is lost"
+                connection = self.pool._claim(slots, waiter)
+                assert connection is not None, "a slot is lost"
+                connection.opening = False
+                self.keep.append(connection.occupy(slots))
                 slots.leave(waiter)
-                self.keep = [*self.keep, *slots.occupants()]
 
     def state(self) -> Any:
         return _Canon(self).of_world()
+
+
+_ASIDE = {"self", "world", "actor", "left", "interval"}
+"""Locals that a caller does not use again after a stop."""
 
 
 class _Canon:
@@ -527,25 +546,25 @@ class _Canon:
         pool = world.pool
         for actor in world.actors:
             if not actor.runs:
-                flat.append(actor.gone and actor.connection is not None)
                 continue
             flat += [actor.at, actor is world.last, actor.ready(), actor.loop and actor.loop.number]
-            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
+            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection, actor.opens_for), flat)
             flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
             frame: FrameType | None = actor.thread.gr_frame
             while frame is not None:
                 if frame.f_code.co_filename.endswith(("pool.py", "slots.py", "pool_model.py")):
                     flat.append((frame.f_code.co_name, frame.f_lasti))
                     for name, value in frame.f_locals.items():
-                        if name not in {"self", "world", "actor"}:
+                        if name not in _ASIDE:
                             self._add(value, flat)
                 frame = frame.f_back
+        known = [each for each in pool._connections() if not each.closed]
         for slots in pool._slots:
-            self._add((slots.occupants(), slots.line, world.since.get(slots, 0.0)), flat)
-        self._add((pool._idle, pool._closed, pool._epoch, world.faults, world.preemptions), flat)
+            lent = [each for each in known if id(each) in slots.lent]
+            self._add((len(slots.lent), lent, slots.line, world.since.get(slots, 0.0)), flat)
+        self._add((pool._idle, known, pool._closed, world.faults, world.preemptions), flat)
         flat += [world.disturbed, *(loop.closed for loop in world.loops.values())]
         self._add([each for each, _ in world.hands.values()], flat)
-        flat.append(round(world.time - world.begun, 2))
         return tuple(flat)
 
     def _add(self, it: Any, flat: list[Any]) -> None:
@@ -564,12 +583,20 @@ class _Canon:
                 return
             self._known[id(it)] = len(self._known)
             if isinstance(it, SlotWaiter):
-                flat.append((it.notified(), it.priority, round(it.polls_by - self._now, 2)))
+                flat.append((it.notified(), it.rank, type(it.error).__name__))
+                self._add(it.polls_by, flat)
             elif isinstance(it, Wakeup):
                 flat.append(it.notified())
             else:
                 raw = it.raw
-                flat += [it.stage.name, it.overdue, it.epoch, it.slots and it.slots is self._world.pool._slots[1]]
-                flat += [type(it.error).__name__, raw and (raw.closed, raw.dead, raw.parents, raw.old)]
-                self._add((it.expected_until, it.idle_since, it.caller), flat)
+                flat += [it.closed, it.kept, it.overdue, it.slots and it.slots is self._world.pool._slots[1]]
+                flat.append(raw and (raw.closed, raw.dead, raw.parents, raw.old))
+                self._add(
+                    (
+                        it.opening,
+                        it.expected_until if it.opening else 0.0,
+                        it.idle_since if "silent" in self._world.kinds else 0.0,
+                    ),
+                    flat,
+                )
                 flat.append(it.loop and it.loop.number)

@@ -1,6 +1,6 @@
-"""A connection of the lock's own, and the stages of its life.
+"""A connection of the lock's own.
 
-Rule: `MOVES` lists all transitions. A connection that is being opened or lent occupies a slot; an idle one does not.
+It is being opened, then idle or lent by turns, then closed.
 """
 
 from __future__ import annotations
@@ -12,40 +12,13 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from dblock.core.connections.slots import Slots
 from dblock.core.protocol.steps import Execute, Rows
-
-if TYPE_CHECKING:
-    from dblock.core.connections.slots import Slots
-    from dblock.core.wakeup.registry import Wakeup
 
 FD_LOCK: Final = threading.RLock()
 """Held while a descriptor is used or closed, and during a fork."""
-
-
-class Stage(Enum):
-    """Stage of a connection."""
-
-    OPENING = "is being opened for a caller, which waits for it"
-    LATE = "is being opened, and its caller has stopped waiting"
-    LENT = "is used by a statement, a probe or its closing"
-    IDLE = "waits for its next use"
-    CLOSED = "is closed, or is the parent process's"
-
-    __hash__ = object.__hash__  # Enum's own is written in Python
-
-
-OPENING, LATE, LENT, IDLE, CLOSED = Stage  # by its class, finding one takes 0.1 µs on Python 3.11
-
-MOVES: Final = {
-    OPENING: {LENT, LATE, CLOSED},
-    LATE: {IDLE, CLOSED},
-    LENT: {IDLE, CLOSED},
-    IDLE: {LENT, CLOSED},
-    CLOSED: set[Stage](),
-}
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -57,8 +30,6 @@ class PooledConnection:
     """Runs statements in a faster way than the driver's cursor; None: by the cursor."""
     loop: object = None
     """Its event loop, for asynchronous drivers."""
-    epoch: int = 0
-    """Number of times that its pool had been closed when it was opened."""
     location: object = None
     """The database that it was opened to, if its pool may change that (see `Store.location`)."""
     joined: bool = False
@@ -80,9 +51,9 @@ class PooledConnection:
     mariadb: bool | None = None
     """True on MariaDB, False on MySQL, as the server's own parser tells; None on other databases."""
     galera: bool = False
+    """Whether its server is a node of a Galera cluster."""
     certified: bool = False
     """Whether the server is a node of a Galera cluster, or of a replication group of MySQL."""
-    """Whether its server is a node of a Galera cluster."""
     idle_since: float = 0.0
     opened: float = -math.inf
     """The local time at which its session had been set up: the server answered then."""
@@ -92,21 +63,28 @@ class PooledConnection:
     """Probes the server with a trivial query; None where there is no server."""
     round_trip: float = 0.0
     """Seconds that the server took to answer when the session was set up."""
-    stage: Stage = LENT
     slots: Slots | None = None
-    """The slots of which it occupies one."""
-    caller: Wakeup | None = None
-    """Wakes the caller that it was opened for; None if that one has stopped waiting."""
-    error: BaseException | None = None
-    """The reason why it could not be opened."""
+    """The slots of which it occupies one, or for which it is being opened."""
+    opening: bool = False
+    """Whether it is being opened."""
     expected_until: float = math.inf
-    """The local time at which its slot becomes free though its opening has not ended."""
+    """The local time after which waiters do not expect it to be opened any more."""
+    kept: bool = True
+    """Whether its pool, which has perhaps been closed since, keeps it after its use."""
+    closed: bool = False
+    """Whether it is closed, or the parent process's."""
 
-    def move(self, stage: Stage) -> None:
-        """Change to another stage; callers hold the pool's lock."""
-        if stage not in MOVES[self.stage]:
-            raise RuntimeError(f"a connection moves from {self.stage.name} to {stage.name}: a defect of dblock")
-        self.stage = stage
+    def occupy(self, slots: Slots) -> PooledConnection:
+        """Be lent, in one of the slots; returns itself. Callers hold the pool's lock, as for `vacate`."""
+        self.slots = slots
+        slots.lent.add(id(self))
+        return self
+
+    def vacate(self) -> None:
+        """Free its slot, if it has one."""
+        if self.slots is not None:
+            self.slots.lent.discard(id(self))
+            self.slots = None
 
     def cut(self) -> None:
         """End the call that waits for an answer on it."""
@@ -133,7 +111,7 @@ class PooledConnection:
 
     def __del__(self, lock: Any = FD_LOCK, close: Callable[[int], None] = os.close) -> None:
         if self.slots is not None:
-            _ = self.slots.lent.pop(id(self), None)
+            self.slots.lent.discard(id(self))
         with lock:  # by default values, which are still there when the interpreter ends
             if self.shutdown_fd >= 0:
                 try:  # noqa: SIM105 - contextlib may be gone

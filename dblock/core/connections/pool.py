@@ -9,21 +9,22 @@ At most `most` connections are in use at a time for taking and waiting, and as m
 releasing, so that renewals and releases never queue behind takes. When all are in use, callers queue. Statements that
 continue an operation, and renewals, on which all leases depend, go before statements that begin one.
 
-A caller waits for a new connection only as long as its statement may take, and uses one that is returned meanwhile if
-that comes first: far away, opening takes a dozen round trips. The new connection keeps its slot until it is open, or
-for `statement_timeout` after the caller's time; then it goes to the next caller. Meanwhile no other connection is
-opened for the same purpose and event loop, and none at all while `HANGING` openings last longer than that: a server
-that accepts connections without answering does not get more and more of them. The faces have the driver end each.
+A caller that finds no idle connection waits in the line for one, until its time is up. A connection that is returned
+serves it, and so does a new one: it is opened in the background, and idle when it is open, whether or not the waiter
+that has asked for it still waits. For each purpose and event loop no more are expected than waiters can have. What is
+not open at the time of a try after its waiter has left is not expected any more; while there are `HANGING` of these, no
+further opening begins: a server that accepts connections without answering does not get more and more of them. The
+faces have the driver end each after `Timing.surely_answered`.
 
 A NAT, a load balancer or a firewall drops an idle connection silently. So a connection that has been idle for
-`trusted_idle` seconds is probed before it is lent, and replaced if no answer comes within a small part of the caller's
-time. Then all connections that have been idle for as long are probed in the background, and kept if they answer.
-Frequent use needs no probes.
+`trusted_idle` seconds is probed before it is lent. If no answer comes within a small part of the caller's time, it is
+closed with all that have been idle for longer, as the network has probably dropped them too. Frequent use needs no
+probes.
 
 The watchdog closes connections that have been idle for `idle_session` seconds, except one of each pool.
 
 After a fork the child starts with an empty stack and leaves its parent's connections alone: closing one would end the
-parent's session. Connections of an event loop that is gone are dropped likewise.
+parent's session. Connections of an event loop that is gone are dropped by the next waiter.
 
 Rule: the faces define what a connection is, and where its driver waits (in a thread or on an event loop).
 """
@@ -36,10 +37,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import CLOSED, IDLE, LATE, LENT, OPENING, PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import PoolExhausted, StoreUnreachable
@@ -51,7 +53,7 @@ PROBE_SHARE: Final = 0.1
 KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
 HANGING: Final = 5
-"""While so many openings last too long, no further one begins."""
+"""While so many openings go on that are not expected any more, no further one begins."""
 RESTING: Final = 1
 """Idle connections that a pool keeps for ever."""
 
@@ -65,16 +67,13 @@ class AutocommitPool:
     def __init__(self, most: float, keep: int = KEPT, *, local: bool = False) -> None:
         self._slots = Slots(most), Slots(max(2, most))
         """For taking and waiting, and for renewing and releasing: indexed by `critical`."""
+        self._most = self._slots[0].most + self._slots[1].most
         self._keep = keep
         self._local = local
         """Whether the database is a file, for which nothing has to be done in the background."""
         self._idle: list[PooledConnection] = []
-        self._awaited = set[PooledConnection]()
-        """Connections that are being opened, and whose callers wait."""
-        self._all = weakref.WeakSet[PooledConnection]()
-        """All connections, which a forked child leaves to its parent."""
-        self._epoch = 0
-        """How often the pool was closed; a connection that is older than that is not kept."""
+        self._all = weakref.WeakValueDictionary[int, PooledConnection]()
+        """All connections by id, also those that interrupted callers have lost."""
         self._closed = False
         """Whether the application has closed the pool, and has not used it since."""
         self.prune_by: Callable[[float], None] = lambda _: None
@@ -87,16 +86,8 @@ class AutocommitPool:
         """Open it: set `raw`, in autocommit mode, and `prepared` and `shutdown_fd` where possible."""
         raise NotImplementedError
 
-    def close(self, connection: PooledConnection) -> None:
-        """Close a connection in an orderly way."""
-        raise NotImplementedError
-
-    def terminate(self, connection: PooledConnection) -> None:
-        """Close a connection in an unknown state, without waiting for the server."""
-        raise NotImplementedError
-
-    def abandon(self, connection: PooledConnection) -> None:
-        """Close a connection of an event loop that does not run here."""
+    def close(self, connection: PooledConnection, *, broken: bool) -> None:
+        """Close it; without waiting for the server if it is broken, or of an event loop that does not run here."""
         raise NotImplementedError
 
     def ask(self, connection: PooledConnection, until: float) -> None:
@@ -141,54 +132,42 @@ class AutocommitPool:
         """
         if self._closed and not background.get():
             self._closed = False
-        loop, slots = self.loop(), self._slots[critical]
+        loop, slots, found = self.loop(), self._slots[critical], None
         with self._mutex:
             idle = self._idle
-            if idle and idle[-1].loop is loop and not slots.line and len(slots.lent) < slots.most:  # mostly
-                connection: PooledConnection | None = slots.lend(idle.pop())
-            else:
-                connection = self._claim(loop, slots)
-        if connection is None:
-            connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=priority))
-        while True:
-            if connection.stage is not LENT:
-                new, connection = connection, self._open_in_time(connection, until)
-                if connection is new:
-                    return connection
-            if self._is_alive(connection, until):
-                return connection
-            connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=True), silent=connection)
+            if idle and idle[-1].loop is loop and not slots.line and len(slots.lent) < slots.most:
+                found = idle.pop().occupy(slots)
+        if found is None:
+            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=priority))
+        while found.closed or not self._is_alive(found, until):  # the parent's, if a fork came between
+            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=2), instead_of=found)
+        return found
 
-    def open_apart(self, until: float) -> PooledConnection:
-        """A connection to listen on, without a slot, which is never returned; StoreUnreachable if not open by then."""
-        listener = PooledConnection(loop=self.loop(), epoch=-1, purpose="listener", stage=OPENING)
-        return self._open_in_time(listener, until)
+    def open_apart(self) -> PooledConnection:
+        """A connection to listen on, without a slot, which is never returned; for a thread or task of its own."""
+        listener = PooledConnection(loop=self.loop(), purpose="listener")
+        self.open(listener)
+        return listener
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         connection.idle_since = now = clock.now()
-        surplus: list[PooledConnection] = []
+        takes, keeps = self._slots
         with self._mutex:
-            if connection.stage is CLOSED:  # lent before a fork: the parent's
+            if connection.closed:  # lent before a fork: the parent's
                 return
-            idle, loop = self._idle, connection.loop
-            wanted = len(idle) >= self._keep and any(each.line for each in self._slots)
-            lost = connection.overdue or (loop is not None and self.is_over(loop))
-            if lost or self._closed or connection.epoch != self._epoch:
-                surplus.append(connection)
-            else:
-                connection.move(IDLE)
+            connection.vacate()
+            idle, loop, waiting = self._idle, connection.loop, takes.line or keeps.line
+            lost = connection.overdue or not connection.kept or (loop is not None and self.is_over(loop))
+            room = len(idle) < self._keep and not self._closed
+            keep = not lost and (room or (bool(waiting) and self._wants(loop)))
+            if keep:
                 idle.append(connection)
-            while len(idle) > self._keep and not wanted and idle[-1].loop is loop:
-                surplus.append(self._pop())
-            if connection.slots is not None:
-                connection.slots.free(connection)
-            for each in list(self._awaited) if self._awaited else ():
-                if each.caller is not None:
-                    each.caller.notify()
-        for each in surplus:
-            self._close(each)
-        if len(idle) > RESTING:
+            if waiting:
+                self._notify()
+        if not keep:
+            self._close(connection)
+        elif len(idle) > RESTING:
             self.prune_by(now + timing.DEFAULT.idle_session)
 
     give_after_error = give
@@ -196,9 +175,9 @@ class AutocommitPool:
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close a connection in an unknown state, and with `others` the idle ones: they broke with it."""
-        if connection.stage is LENT:
-            for each in (connection, *(self._pop_all() if others else ())):
-                self._close(each, broken=True)
+        self._close(connection, broken=True)
+        if others:
+            self._drop_idle(math.inf)
 
     def prune(self) -> float:
         """Close what has been idle for too long, except the last; returns the local time at which to prune again."""
@@ -206,7 +185,7 @@ class AutocommitPool:
         with self._mutex:
             idle = self._idle
             while len(idle) > RESTING and idle[0].idle_since + lasts <= clock.now():
-                over.append(self._pop(0))
+                over.append(idle.pop(0))
             again = idle[0].idle_since + lasts if len(idle) > RESTING else math.inf
         if over:
             self.in_background(self._close, over)
@@ -219,181 +198,114 @@ class AutocommitPool:
         """
         self._closed = True
         with self._mutex:
-            self._epoch += 1
-        for connection in self._pop_all():
-            self._close(connection)
+            for each in self._connections():
+                each.kept = False
+        for each in self._pop_idle(math.inf):
+            self._close(each)
 
     def leave_to_parent(self) -> Any:
         """Start empty in a forked child; returns the parent's connections, to be kept so that none is finalized."""
-        parents = list(self._all)
+        parents = self._connections()
         for connection in parents:
             connection.disconnect_in_child()
-            connection.stage, connection.slots = CLOSED, None
-            if connection.caller is not None:
-                connection.caller.notify()
+            connection.closed, connection.slots = True, None
         for slots in self._slots:
+            for waiter in slots.line:  # of the parent's threads; the one that survives gives up
+                waiter.until = -math.inf
             slots.lent.clear()
-            slots.line.clear()  # of the parent's threads
-        self._idle, self._awaited, self._all, self._mutex = [], set(), weakref.WeakSet(), threading.RLock()
+            slots.line.clear()
+        self._idle, self._all, self._mutex = [], weakref.WeakValueDictionary(), threading.RLock()
         return parents
 
     # -- helpers
 
-    def _claim(self, loop: object, slots: Slots, waiter: SlotWaiter | None = None) -> PooledConnection | None:
-        """A connection with a slot, idle until now or still to be opened; None if the caller has to wait.
-
-        Callers hold the mutex.
-        """
-        late = self._free_lost(slots, loop)
-        while self._idle and self.is_over(self._idle[-1].loop):
-            self._close(self._pop())
-        if not slots.has_room(waiter):
-            return None
-        found = self._lend_idle(loop, slots)
-        if found is not None or late or self._hangs():
-            return found
-        connection = PooledConnection(loop=loop, epoch=self._epoch, stage=OPENING)
-        self._all.add(connection)
-        return slots.lend(connection)
-
-    def _lend_idle(self, loop: object, slots: Slots) -> PooledConnection | None:
-        """The last idle connection of the event loop, with a slot that is free; callers hold the mutex."""
-        for index in reversed(range(len(self._idle))):
-            if self._idle[index].loop is loop:
-                return slots.lend(self._idle.pop(index))
-        return None
-
-    def _claim_in_turn(
-        self, loop: object, slots: Slots, waiter: SlotWaiter, *, silent: PooledConnection | None = None
+    def _take_in_turn(
+        self, slots: Slots, waiter: SlotWaiter, *, instead_of: PooledConnection | None = None
     ) -> PooledConnection:
         """Wait for a connection with a slot; LockStoreError if there is none in time for a statement.
 
-        `silent`: a connection to be closed, whose caller is the next one.
+        `instead_of`: a connection that does not answer, to be closed.
         """
-        times = timing.DEFAULT
+        asked: PooledConnection | None = None
         try:
             with self._mutex:
-                slots.join(waiter, first=silent is not None)
-            if silent is not None:
-                self._close(silent, broken=True)
+                slots.join(waiter)
+            if instead_of is not None:
+                self._close(instead_of, broken=True)
             while True:
                 with self._mutex:
                     waiter.attend(interval := slots.poll_interval())
-                    connection = self._claim(loop, slots, waiter)
-                if connection is not None:
+                    connection = self._claim(slots, waiter)
+                    full = len(slots.lent) >= slots.most
+                left = waiter.until - timing.DEFAULT.min_retry_time - clock.now()
+                if connection is None:
+                    if left <= 0 or waiter.error is not None:
+                        break
+                    self.wait(waiter, min(left, interval))
+                elif connection.opening:
+                    asked = connection
+                    self.in_background(partial(self._open_for, waiter), [connection])
+                else:
                     return connection
-                left = waiter.until - times.min_retry_time - clock.now()
-                if left <= 0:
-                    break
-                self.wait(waiter, min(left, interval))
         finally:
             with self._mutex:
                 slots.leave(waiter)
-        with self._mutex:
-            if self._free_lost(slots, loop) or self._hangs():
-                raise _not_opened()
+                if asked is not None:
+                    asked.expected_until = clock.now() + timing.DEFAULT.single_try
+                self._notify()
+        error, waiter.error = waiter.error, None
+        if isinstance(error, Exception):  # else the opening was cancelled, not its caller
+            raise error
+        if error is not None or not full:
+            raise StoreUnreachable("no connection could be opened in time").because_late()
         raise PoolExhausted(f"all {slots.most:g} connections of the lock are in use")
 
-    def _free_lost(self, slots: Slots, loop: object) -> bool:
-        """Free the slots of connections that were cut, whose event loop is over, or whose opening takes too long.
+    def _claim(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
+        """An idle connection with a slot, or one to be opened; None if the caller has to wait. Callers hold the mutex.
 
-        A blocked event loop may not have noticed that. Returns whether another connection of this event loop is being
-        opened though its caller has stopped waiting. Callers hold the mutex.
+        What was cut frees its slot, as a blocked event loop may not notice that.
         """
-        late, now = False, clock.now()
-        for each in slots.occupants():
-            if each.stage is OPENING and each.expected_until < now:  # its caller was interrupted twice, or is frozen
-                each.move(LATE)
-                each.caller = None
-            if each.overdue or each.expected_until < now or self.is_over(each.loop):
-                slots.free(each)
-            elif each.stage is LATE and each.loop is loop:
-                late = True
-        return late
-
-    def _hangs(self) -> bool:
-        """Whether too many openings have lost their slots and go on; callers hold the mutex."""
-        return (
-            sum(each.stage is LATE and each.slots is None and not self.is_over(each.loop) for each in self._all)
-            >= HANGING
-        )
-
-    def _open_in_time(self, connection: PooledConnection, until: float) -> PooledConnection:
-        connection.caller = caller = Wakeup()
-        connection.expected_until = until + timing.DEFAULT.statement_timeout
-        try:
-            self._awaited.add(connection)
-            self.in_background(self._run_opening, [connection])
-            while connection.stage is OPENING and (left := until - clock.now()) > 0:
-                self.wait(caller, left)
-                _ = caller.consume()
-                returned = self._claim_returned(connection, caller) if self._idle else None
-                if returned is not None and returned.stage is LENT:  # no fork came between
-                    return returned
-        except BaseException:
-            self._stop_waiting(connection, caller)
-            raise
-        finally:
-            self._awaited.discard(connection)
-        if connection.stage is LENT and connection.caller is caller:
-            return connection
-        self._stop_waiting(connection, caller)
-        error, connection.error = connection.error, None
-        if type(error).__name__ == "CancelledError":  # the opening was cancelled, as it took too long, not its caller
-            error = None
-        raise error or _not_opened()
-
-    def _claim_returned(self, connection: PooledConnection, caller: Wakeup) -> PooledConnection | None:
-        """A connection that was returned while this one was being opened; its caller stops waiting for this one."""
-        slots = connection.slots
-        if slots is None or connection.stage is not OPENING:
+        for each in self._connections():
+            if self.is_over(each.loop):
+                self._close(each)
+            elif each.overdue:
+                each.vacate()
+        first, loop = slots.first(), waiter.home
+        if waiter not in first:
             return None
-        with self._mutex:
-            if connection.stage is not OPENING or not slots.has_room(None):
-                return None
-            returned = self._lend_idle(connection.loop, slots)
-            if returned is not None:
-                self._stop_waiting(connection, caller)
-                # A caller that finds all others dead waits so long for this one, and has the time to open another.
-                hangs_at = clock.now() + timing.DEFAULT.single_try
-                connection.expected_until = min(connection.expected_until, hangs_at)
-            return returned
+        for each in reversed(self._idle):
+            if each.loop is loop:
+                self._idle.remove(each)
+                return each.occupy(slots)
+        if waiter.error is not None:
+            return None
+        now, until = clock.now(), waiter.until + timing.DEFAULT.single_try
+        known = [each for each in self._connections() if each.loop is loop]
+        hanging = [each for each in known if each.opening and now >= each.expected_until]
+        expected = sum(each.opening and each.slots is slots for each in known if each not in hanging)
+        enough = expected >= sum(each.home is loop for each in first) or len(known) - len(hanging) >= self._most
+        if enough or sum(each.slots is slots for each in hanging) >= HANGING:
+            return None
+        connection = PooledConnection(loop=loop, slots=slots, opening=True, expected_until=until)
+        self._all[id(connection)] = connection
+        return connection
 
-    def _stop_waiting(self, connection: PooledConnection, caller: Wakeup) -> None:
-        """Let the connection be lent to another caller, once it is open."""
-        with self._mutex:
-            if connection.caller is not caller:
-                return
-            connection.caller = None
-            opened = connection.stage is LENT
-            if connection.stage is OPENING:
-                connection.move(LATE)
-        if opened:
-            self.give(connection)
-
-    def _run_opening(self, connection: PooledConnection) -> None:
-        """Open it, for its caller or the next one."""
-        if connection.stage is CLOSED:  # a fork came between
-            return
+    def _open_for(self, waiter: SlotWaiter, connection: PooledConnection) -> None:
+        """Open it, for that waiter or the next one."""
         try:
             self.open(connection)
-        except BaseException as error:  # noqa: BLE001 - raised for the caller
+        except BaseException as error:  # noqa: BLE001 - raised for the waiter
             connection.raw = None
-            if connection.stage is OPENING:
-                connection.error = error
-            else:  # nobody else does so
-                leave_out_driver(error)
+            with self._mutex:
+                if any(waiter in slots.line for slots in self._slots):
+                    waiter.error = error
+                    waiter.notify()
+                else:  # nobody else does so
+                    leave_out_driver(error)
             self._close(connection)
-            return
-        with self._mutex:
-            connection.expected_until = math.inf
-            late = connection.stage is LATE
-            if not late:
-                connection.move(LENT)
-        if late:
+        else:
+            connection.opening = False
             self.give(connection)
-        elif connection.caller is not None:
-            connection.caller.notify()
 
     def _is_alive(self, connection: PooledConnection, until: float) -> bool:
         """Whether its last answer is recent enough, or else a probe is answered in a small part of the caller's time.
@@ -411,61 +323,57 @@ class AutocommitPool:
         answer = max(times.question, 2 * connection.round_trip, left * PROBE_SHARE)
         try:
             self.ask(connection, now + min(answer, left / 2))
-        except Exception:  # noqa: BLE001, S110 - any error of a driver
-            pass
+        except Exception:  # noqa: BLE001 - any error of a driver
+            self._drop_idle(now)
+            return False
         except BaseException:  # interrupted: an answer may yet come
             self._close(connection, broken=True)
             raise
-        else:
-            return True
+        return True
+
+    def _connections(self) -> list[PooledConnection]:
+        """All that are not closed; the references in one step, as a signal handler may add one."""
+        return [each for reference in self._all.valuerefs() if (each := reference()) is not None and not each.closed]
+
+    def _wants(self, loop: object) -> bool:
+        """Whether more callers of that event loop wait than idle connections are there for; callers hold the mutex."""
+        waiting = sum(each.home is loop for slots in self._slots for each in slots.line)
+        return waiting > sum(each.loop is loop for each in self._idle)
+
+    def _notify(self) -> None:
+        """Wake the waiters that may have a connection; callers hold the mutex."""
+        for slots in self._slots:
+            for waiter in slots.first() if slots.line else ():
+                if not waiter.notified():
+                    waiter.notify()
+
+    def _pop_idle(self, before: float) -> list[PooledConnection]:
+        """Those that have been idle since before that local time."""
+        popped, rest = list[PooledConnection](), list[PooledConnection]()
         with self._mutex:
-            idle, loop = self._idle, connection.loop
-            doubted = [each for each in idle if each.idle_since < now and each.loop is loop]
-            for each in doubted:
-                _ = self._pop(idle.index(each))
-        if doubted:
-            self.in_background(self._check, doubted)
-        return False
+            while self._idle:  # one by one, as a signal handler may take one
+                each = self._idle.pop()
+                (popped if each.idle_since < before else rest).append(each)
+            self._idle += reversed(rest)
+        return popped
 
-    def _check(self, connection: PooledConnection) -> None:
-        """Keep it if it answers a probe."""
-        connection.idle_since = -math.inf
-        if self._is_alive(connection, clock.now() + timing.DEFAULT.critical_timeout):
-            self.give(connection)
-        else:
-            self._close(connection, broken=True)
-
-    def _pop(self, index: int = -1) -> PooledConnection:
-        connection = self._idle.pop(index)
-        connection.move(LENT)
-        return connection
-
-    def _pop_all(self) -> list[PooledConnection]:
-        with self._mutex:
-            return [self._pop() for _ in list(self._idle)]
+    def _drop_idle(self, before: float) -> None:
+        for each in self._pop_idle(before):
+            self._close(each, broken=True)
 
     def _close(self, connection: PooledConnection, *, broken: bool = False) -> None:
-        """Close it, in an orderly way unless it is broken or of another event loop."""
+        """Close it, once."""
         with self._mutex:
-            if connection.stage is CLOSED:
+            if connection.closed:
                 return
-            connection.move(CLOSED)
-            if connection.slots is not None:
-                connection.slots.free(connection)
-        if connection.caller is not None:
-            connection.caller.notify()
+            connection.closed = True
+            connection.vacate()
+            if connection in self._idle:  # of an event loop that is gone
+                self._idle.remove(connection)
+            self._notify()
         if connection.raw is None:
             return
         if broken:
             connection.cut()  # so that the driver's closing never waits for the server
         with contextlib.suppress(Exception):  # it was broken
-            if connection.loop is not self.loop():
-                self.abandon(connection)
-            elif broken:
-                self.terminate(connection)
-            else:
-                self.close(connection)
-
-
-def _not_opened() -> StoreUnreachable:
-    return StoreUnreachable("no connection could be opened in time").because_late()
+            self.close(connection, broken=broken)
