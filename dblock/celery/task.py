@@ -344,7 +344,7 @@ def _send_back(run: Run, busy: Busy) -> float:
 def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
     """End the body when its lock is lost, in the way of a soft time limit: in the main thread of a prefork child.
 
-    What the body raises then becomes LockLost where it leaves the lock. The COMMIT of a guarded block in the body is
+    What the body raises then becomes LockLost where it leaves the lock. The COMMIT of a guarded block on that lock is
     not interrupted; the end of that block is.
     """
     here = threading.current_thread() is threading.main_thread()

@@ -263,3 +263,5 @@ class StoreUnanswered(LockStoreError):
 
 PASSING: Final = (StoreConflict, StoreUnreachable, StoreUnanswered)
 """The failures of a database that may pass."""
+AWAY: Final = (StoreUnreachable, StoreUnanswered)
+"""Those of a database that answers nobody."""

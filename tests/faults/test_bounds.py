@@ -147,7 +147,14 @@ def test_why_the_time_was_up(request: pytest.FixtureRequest, database: str) -> N
 
 
 HELD = {"release": (), "extend": (25,), "acquire": (), "detach": ()}
-TRIED = [(each, what) for each in DRIVEN for what in HELD if what == "extend" or each in SOME]
+NOT_WAITED_FOR = ("sqlite", "acquire")
+"""A lock is entered again beside a writer of SQLite: the count is left as it is."""
+TRIED = [
+    (each, what)
+    for each in DRIVEN
+    for what in HELD
+    if (what == "extend" or each in SOME) and (each.database, what) != NOT_WAITED_FOR
+]
 
 
 @pytest.mark.parametrize(("subject", "what"), TRIED, indirect=["subject"], ids=str)

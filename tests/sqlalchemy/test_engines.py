@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core import clock, runtime
-from dblock.core.errors import Reason
+from dblock.core.errors import Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup.registry import Wakeup
@@ -1009,4 +1009,65 @@ def test_a_database_that_is_away_is_not_asked_for_each_of_several(
     assert len(asked) == 1
     assert ["is left to its lease" in note for note in caught.value.__notes__] == [True, True]
     assert not any(hold.store is store for hold in runtime.current.watchdog._holds)
+    engine.dispose()
+
+
+def test_a_lock_that_the_database_refuses_to_release_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers, so it is not away."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    held = db_locks(engine, "a", "b", "c")
+    assert held.acquire()
+    store = store_for(engine)
+    execute = store.execute
+
+    def refused(step: Execute) -> Rows:
+        if step.parameters.get("key") == "c":  # the first that is left
+            raise LockStoreError("a trigger says no")
+        return execute(step)
+
+    monkeypatch.setattr(store, "execute", refused)
+    with pytest.raises(LockStoreError, match="a trigger says no"):
+        held.release()
+    monkeypatch.undo()
+    assert [db_lock(engine, key).locked() for key in "abc"] == [False, False, True]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("when", ["taken", "lost"])
+def test_a_database_that_has_failed_is_asked_no_more(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For locks that were taken before it failed, and for those of which it cannot say why they are lost."""
+    timed(monkeypatch, retry_budget=0.05)
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    held = db_locks(engine, "a", "b", "c", timeout=0.2)
+    store, asked = store_for(engine), set[object]()
+    execute = store.execute
+
+    def away(step: Execute) -> Rows:
+        key = step.parameters.get("key")
+        if when == "taken" and key != "c":
+            return execute(step)
+        asked.add(key)
+        monkeypatch.setattr(store, "execute", gone)
+        return gone(step)
+
+    def gone(step: Execute) -> Rows:
+        asked.add(step.parameters.get("key"))
+        raise StoreUnreachable("nothing listens")
+
+    if when == "lost":
+        assert held.acquire()
+        for lock in held:
+            hold = lock._hold()
+            assert hold.lease.lose(Loss(Reason.EXPIRED))
+            hold.lease.grace = 1.0  # so that it is not released
+    monkeypatch.setattr(store, "execute", away)
+    with pytest.raises(StoreUnreachable if when == "taken" else LockLost):
+        held.acquire() if when == "taken" else held.release()
+    assert asked == {"c"}
     engine.dispose()

@@ -29,7 +29,7 @@ from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core import timing
-from dblock.core.errors import LockStoreError, Reason
+from dblock.core.errors import LockError, Reason
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.machine import machine
@@ -288,8 +288,9 @@ class Hold:
     """Whether `on_at_risk` was called for a late renewal."""
     started = 0.0
     """Seconds of tenure after which its outermost block began; 0.0 but for a later block in a transaction."""
-    away: LockStoreError | None = None
-    """Why its database could not be asked for another lock that was left just before: it is left to its lease."""
+    away: LockError | None = None
+    """Why its database could not be asked, for it or for another lock that was left just before: then it is left to its
+    lease."""
     kept_by: tuple[Callable[[], object], ...] = ()
     """References to the transactions that keep it; it is released when the last of them ends."""
     cancelling = 0

@@ -114,14 +114,16 @@ def take_out(hold: Hold) -> None:
             flow.holds[resource] = outer
 
 
-def find_out(hold: Hold) -> Steps[None]:
-    """Read from the database why the tenure is over, and mark the hold lost."""
+def find_out(hold: Hold) -> Steps[LockError | None]:
+    """Read from the database why the tenure is over, and mark the hold lost; the error if it did not say."""
+    failed = None
     try:
         loss = yield from tenures.why_lost(hold.store.database, hold.tenure)
-    except LockError:
-        loss = Loss(Reason.EXPIRED)
+    except LockError as error:
+        failed, loss = error, Loss(Reason.EXPIRED)
     hold.lease.explain(loss)
     runtime.current.watchdog.announce(hold)
+    return failed
 
 
 def site_of(hold: Hold) -> Site:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, StoreBusy
+from dblock.core.errors import AWAY, LockError, LockLost, LockNotHeld
 from dblock.core.holding.flow import Block
 from dblock.core.lock.leaving import block_to_release, leave_block
 from dblock.core.protocol.steps import Steps
@@ -32,13 +32,15 @@ def release_each(locks: Iterable[Any]) -> Steps[None]:
         raise error
 
 
-def leave_each(entered: Callable[[], Entered], error: BaseException | None = None) -> Steps[None]:
+def leave_each(
+    entered: Callable[[], Entered], error: BaseException | None = None, store: Store | None = None
+) -> Steps[None]:
     """Leave all of what `entered` returns. Raises an interrupt, else the first error of a lock.
 
-    With `error`, which its caller raises, an error of a lock becomes a note on that.
+    With `error`, which its caller raises, an error of a lock becomes a note on that; `store`: the one that it is of.
     """
     try:
-        yield from _leave(entered(), error)
+        yield from _leave(entered(), error, store)
     except (GeneratorExit, LockError):
         raise
     except BaseException as interrupt:
@@ -46,15 +48,17 @@ def leave_each(entered: Callable[[], Entered], error: BaseException | None = Non
         raise
 
 
-def _leave(entered: Entered, error: BaseException | None) -> Steps[None]:
-    late, away = error, dict[Store, LockStoreError]()
+def _leave(entered: Entered, error: BaseException | None, store: Store | None = None) -> Steps[None]:
+    late, away = error, dict[Store, LockError]()
+    if store is not None and isinstance(error, AWAY):
+        away[store] = error
     for lock, block in entered:
         block.hold.away = away.get(block.hold.store)
         try:
             yield from leave_block(lock, block)
         except LockError as raised:
-            failed = raised.__cause__ if isinstance(raised, LockLost) else raised
-            if isinstance(failed, LockStoreError) and not isinstance(failed, StoreBusy):
+            failed = block.hold.away or (raised.__cause__ if isinstance(raised, LockLost) else raised)
+            if isinstance(failed, AWAY):
                 _ = away.setdefault(block.hold.store, failed)
             if late is None:
                 late = raised

@@ -164,7 +164,7 @@ class BaseLocks:
         except GeneratorExit:
             raise
         except BaseException as error:
-            yield from leave_each(lambda: self._entered(before), error)
+            yield from leave_each(lambda: self._entered(before), error, lock._store())
             for lock, hold in interruptible:
                 if was_ours(hold, error):  # only the loss of a lock cancelled this
                     raise lock._lost(hold) from error

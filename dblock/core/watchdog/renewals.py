@@ -77,8 +77,8 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
         tenure = due.tenure
         kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
         (renewed if kept else not_renewed).append(due)
-    if watched.observers is not None:
-        watched.observers.renewed(store, sent, [due.lease for due in renewed])
+    if (observers := watched.observers) is not None:
+        observers.renewed(store, sent, [due.lease for due in renewed])
     for due in renewed:
         _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
     yield from _handle_not_renewed(store, not_renewed, alive or {}, watched, budget)
