@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -226,6 +227,21 @@ def test_no_function_of_the_core_imports() -> None:
                 inside = [node for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
                 found.update(f"{path.relative_to(ROOT)}:{node.lineno}" for node in inside)
     assert found == set()
+
+
+def test_no_circle_of_files_in_the_core() -> None:
+    """Imports for types count too: who reads a file needs none that needs this one."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "dblock" / "core").rglob("*.py")
+    }
+    needs = dict[str, set[str]]()
+    for name, path in files.items():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        named = {f"{node.module}.{each.name}" for node in nodes for each in node.names}
+        needs[name] = files.keys() & (named | {str(node.module) for node in nodes})
+    assert "dblock.core.values" in needs["dblock.core.holding.lease"]
+    graphlib.TopologicalSorter(needs).prepare()  # CycleError names the files
 
 
 def test_without_greenlet(tmp_path: Path) -> None:
