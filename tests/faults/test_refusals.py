@@ -147,8 +147,14 @@ HELD = ["set_count", "extend", "renew", "inspect", "alive", "detach", "attach", 
 
 
 def held(make: Callable[[], Exception]) -> list[str]:
-    """The statements of a holder; a renewal that finds a row locked is not sent again whole, see test_watchdog."""
-    return [name for name in HELD if name != "renew" or 1205 not in make().args]
+    """The statements of a holder that are sent again after an error.
+
+    A renewal that finds a row locked is not sent again whole, see test_watchdog. The count, which is only shown, stays
+    as it is beside a writer of SQLite.
+    """
+    error = make()
+    once = {"renew"} if 1205 in error.args else {"set_count"} if isinstance(error, sqlite3.Error) else set[str]()
+    return [name for name in HELD if name not in once]
 
 
 def say(subject: Subject, lock: Any, name: str) -> Any:
@@ -312,12 +318,16 @@ def test_refusals_while_waiting(subject: Subject, refusals: Refusals, name: str)
 
 
 def test_an_inner_release_that_fails_leaves_the_outer_one_able(subject: Subject, refusals: Refusals) -> None:
-    """Refused for good at the inner release: a typed error, and the outer release still frees the key."""
+    """Refused for good at the inner release: a typed error, and the outer release still frees the key.
+
+    On SQLite it is no error: the count in the row is only shown.
+    """
     for make in ERRORS[subject.protocol.dialect.name]:
         lock = subject.lock("k", ttl=20)
         assert lock.acquire()
         assert lock.acquire()
-        with refusals.of("set_count", 1000, make), pytest.raises(StoreConflict):
+        shown = isinstance(make(), sqlite3.Error)
+        with refusals.of("set_count", 1000, make), contextlib.nullcontext() if shown else pytest.raises(StoreConflict):
             lock.release()
         while lock.state is not None:
             lock.release()
