@@ -146,9 +146,10 @@ class BaseLocks:
             refuse_to_skip(self)
         deadline = None if timeout is None else clock.now() + timeout
         before = {entered.entry for _, entered in self._entered()}
-        interruptible = list[tuple[BaseLock, Hold]]()
+        interruptible, store = list[tuple[BaseLock, Hold]](), None
         try:
             for lock in self._in_order():
+                store = lock._store()
                 left = None if deadline is None else max(deadline - clock.now(), 0.0)
                 if block:
                     yield from entering.enter_block(lock, left, its.end if its else None)
@@ -164,7 +165,7 @@ class BaseLocks:
         except GeneratorExit:
             raise
         except BaseException as error:
-            yield from leave_each(lambda: self._entered(before), error, lock._store())
+            yield from leave_each(lambda: self._entered(before), error, store)
             for lock, hold in interruptible:
                 if was_ours(hold, error):  # only the loss of a lock cancelled this
                     raise lock._lost(hold) from error

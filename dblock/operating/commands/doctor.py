@@ -27,7 +27,7 @@ def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -
             if each.hint:
                 say(printable(f"         {each.hint}"))
         bad = [each for each in found if STATUS[each.level]]
-        say(f"\n{printable(context.where)}: " + (f"findings to mend: {len(bad)}" if bad else "all is well"))
+        say(f"\n{printable(context.where)}: " + (f"problems found: {len(bad)}" if bad else "all is well"))
     return max(STATUS[each.level] for each in found)
 
 
