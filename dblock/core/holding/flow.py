@@ -289,8 +289,7 @@ class Hold:
     started = 0.0
     """Seconds of tenure after which its outermost block began; 0.0 but for a later block in a transaction."""
     away: LockError | None = None
-    """Why its database could not be asked, for it or for another lock that was left just before: then it is left to its
-    lease."""
+    """Why its database could not be asked for another lock that was left just before: it is left to its lease."""
     kept_by: tuple[Callable[[], object], ...] = ()
     """References to the transactions that keep it; it is released when the last of them ends."""
     cancelling = 0

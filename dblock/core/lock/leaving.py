@@ -236,9 +236,10 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
         yield from _leave_after_all(hold)
         raise
     if not (released and in_time):
+        untold = None
         if not (released or hold.away or (hold.lease.loss and hold.lease.loss.reason is Reason.RELEASED)):
-            hold.away = yield from find_out(hold)
-        raise lock._lost(hold)
+            untold = yield from find_out(hold)
+        raise lock._lost(hold) from untold
     hold.leaving = None
 
 

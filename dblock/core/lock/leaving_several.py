@@ -57,7 +57,7 @@ def _leave(entered: Entered, error: BaseException | None, store: Store | None = 
         try:
             yield from leave_block(lock, block)
         except LockError as raised:
-            failed = block.hold.away or (raised.__cause__ if isinstance(raised, LockLost) else raised)
+            failed = raised.__cause__ if isinstance(raised, LockLost) else raised
             if isinstance(failed, AWAY):
                 _ = away.setdefault(block.hold.store, failed)
             if late is None:
