@@ -46,7 +46,9 @@ def acquire(
     `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
     """
     entry, observers, flow = Entry(lock, kind, end), runtime.current.watchdog.observers, flow or lock._running_flow()
-    begin = type(lock)._acquires or _acquire if granted is None else functools.partial(_begin_granted, granted)
+    begin = type(lock)._acquires or _acquire
+    if granted is not None:
+        begin = functools.partial(_begin_granted, granted)
     if observers is None:
         steps = begin(lock, timeout, entry, flow)
     else:
