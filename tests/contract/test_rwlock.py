@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from dblock.core.values import Grant, Tenure
 from dblock.operating import administration
 from tests.conftest import ALIASES, INNODB, SERVERS, ready
 from tests.contract.test_administration import Desk
-from tests.contract.test_queue import waiters
+from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
 from tests.support.lab import remaining, renewed, until
 from tests.support.subjects import Actor, Subject
@@ -100,44 +101,39 @@ def test_readers_share_and_a_writer_excludes(everywhere: Subject, actors: Actors
 
 def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     """A writer that waits is not passed by readers that come later, which then enter together."""
-    flows = actors(6)
+    flows = actors(5)
     rw, order = rwlock(protocol, timeout=30), list[str]()
-    inside: dict[str, float] = {}
+    left, both = threading.Event(), threading.Barrier(2)
 
-    def enter(actor: Actor, name: str, lock: Any, seconds: float) -> Any:
-        if protocol.face == "sync":
-
-            def work() -> None:
-                with lock:
-                    order.append(name)
-                    inside[name] = time.monotonic()
-                    time.sleep(seconds)
-
-            return actor.start(work)
-
-        async def awork() -> None:
-            import asyncio
-
+    def enter(actor: Actor, name: str, lock: Any, inside: Callable[[], object]) -> Future[Any]:
+        async def aenter() -> None:
             async with lock:
                 order.append(name)
-                inside[name] = time.monotonic()
-                await asyncio.sleep(seconds)
+                await asyncio.to_thread(inside)
 
-        return actor.start(awork)
+        def work() -> None:
+            with lock:
+                order.append(name)
+                inside()
 
-    done = [enter(flows[0], "r1", rw.read(), 0.4)]
-    assert until(lambda: "r1" in inside)
-    for number, (name, lock, seconds) in enumerate(
-        [("w1", rw.write(), 0.1), ("r2", rw.read(), 0.4), ("r3", rw.read(), 0.4), ("w2", rw.write(), 0.0)], 1
+        return actor.start(work if protocol.face == "sync" else aenter)
+
+    done = [enter(flows[0], "r1", rw.read(), lambda: left.wait(30))]
+    assert until(lambda: order == ["r1"])
+    for number, (name, lock, inside) in enumerate(
+        [("w1", rw.write(), int), ("r2", rw.read(), both.wait), ("r3", rw.read(), both.wait), ("w2", rw.write(), int)]
     ):
-        done.append(enter(flows[number], name, lock, seconds))
-        time.sleep(0.05)
+        done.append(enter(flows[number + 1], name, lock, inside))
+        if name == "w1":  # it waits at the door, for r1
+            assert until(lambda: protocol.row("k")["owner"] is not None)
+        else:
+            assert until(lambda behind=number: max(waiters(protocol), lined_up(protocol)) == behind)
+    left.set()
     for each in done:
         each.result(30)
     assert order[:2] == ["r1", "w1"]
     assert sorted(order[2:4]) == ["r2", "r3"]
     assert order[4:] == ["w2"]
-    assert abs(inside["r2"] - inside["r3"]) < 0.35, "they entered together"
     assert readers(protocol) == waiters(protocol) == 0
 
 

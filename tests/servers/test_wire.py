@@ -54,7 +54,8 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
     """One to take and one to give back, once statements are prepared; and before that too."""
     with lock:
         pass
-    proxy.counting_new, before = False, proxy.round_trips
+    proxy.settle()
+    before = proxy.round_trips
     with lock:
         pass
     assert proxy.round_trips - before == 2, proxy.heard[before:]

@@ -70,12 +70,20 @@ class Proxy:
         if cut:
             self.cut()
 
+    def settle(self) -> None:
+        """Count connections of this moment alone from now on, once none of them has said anything for a while."""
+        self.counting_new, before = False, -1
+        while before != self.round_trips:
+            before = self.round_trips
+            time.sleep(0.1)
+
     def counted(self, function: Callable[[], object]) -> int:
         """The round trips of `function` on connections that exist: the median of three runs.
 
         A connection that began just before, of a listener that comes back, is counted in one of them.
         """
-        self.counting_new, counts = False, list[int]()
+        self.settle()
+        counts = list[int]()
         for _ in range(3):
             before = self.round_trips
             function()
