@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from dblock.core import runtime
@@ -22,6 +22,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import Grant
 
 B = TypeVar("B", bound=tuple[Any, ...])
+C = TypeVar("C", bound=tuple[Any, ...])
 
 
 def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an object for each block") -> B:
@@ -51,11 +52,18 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
     raise LockNotHeld(f"cannot leave {', '.join(map(repr, keys))}: {why}", key=keys[0] if len(keys) == 1 else None)
 
 
-def let_expire(blocks: Iterable[tuple[Callable[[], Flow | None], Hold | None]]) -> None:
-    """Stop renewing the holds of blocks whose flows are over: no code can leave one of them, and which is not known."""
-    for flow, hold in blocks:
-        if hold is not None and is_over(flow):
-            hold.lease.renewing = False
+def ending(blocks: Sequence[C], key: str, instead: str = "make an object for each block") -> C:
+    """The same of the blocks of locks, each with its `Block` second.
+
+    Where it cannot be told, those whose flows are over are renewed no more: no code can leave one of them.
+    """
+    try:
+        return innermost(blocks, [key], instead)
+    except LockNotHeld:
+        for flow, block, *_ in blocks:
+            if is_over(flow):
+                block.hold.lease.renewing = False
+        raise
 
 
 def begin_hold(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockNotHeld, LockStoreError, Reason, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, Reason, StoreBusy
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, forget, freed, innermost, let_expire, site_of, take_out
+from dblock.core.lock.bookkeeping import ending, find_out, forget, freed, site_of, take_out
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone
@@ -31,7 +31,7 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
 
     A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
-    that can be told (see `innermost`).
+    that can be told (see `ending`).
     """
     if lock._skipped:
         return
@@ -175,11 +175,7 @@ def _innermost(lock: BaseLock) -> Block | None:
     if here or lock._hold_here() is not None:
         return here[-1] if here else None
     blocks = [(block.hold.flow, block) for block in lock._open_blocks()]
-    try:
-        return innermost(blocks, [lock.key])[1] if blocks else None
-    except LockNotHeld:
-        let_expire((flow, block.hold) for flow, block in blocks)
-        raise
+    return ending(blocks, lock.key)[1] if blocks else None
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:

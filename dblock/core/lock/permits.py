@@ -11,6 +11,7 @@ Rule: a permit is in the list of its object until it is released; what releases 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,13 +23,13 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockNotHeld, LockTimeout, PermitNotHeld
-from dblock.core.holding.flow import Flow, Hold
+from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
+from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.bookkeeping import innermost, let_expire
-from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
+from dblock.core.lock.bookkeeping import ending
+from dblock.core.lock.key_template import Template, adecorated, decorated
 from dblock.core.lock.leaving_several import release_each
 from dblock.core.lock.locks import Timeout, gives_way, refuses
 from dblock.core.log import warn
@@ -53,17 +54,11 @@ class IsPermit(BaseLock):
     """How many permits are acquired at a time, of which it is the first."""
     _others: Sequence[Grant] = ()
     """The tenures of the others, until their permits have them."""
-    _acquired_by: Callable[[], Flow | None]
-    """A reference to the flow that acquired it, if the semaphore owns it."""
-    _opens_block = False
-    """Whether that was for a `with` of the semaphore."""
     _taken_by: Callable[[], Flow | None] | None = None
     """A reference to the flow that took it last, or takes it now."""
     _is_being_taken = False
-
-    def _is_open(self) -> bool:
-        """Whether it is the permit of a `with` of the semaphore that has not ended."""
-        return self._opens_block and any(block.entry.lock is not None for block in self._blocks)
+    _of_block = False
+    """Whether the semaphore acquired it for a `with` of its own."""
 
     @property
     def slot(self) -> int | Any:
@@ -116,7 +111,6 @@ class IsPermit(BaseLock):
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A permit of its own, since the flow of a permit is one call's."""
         permit: Self = self._semaphore._for_call(template, args, kwargs).permit()
-        permit._skipped, permit._template = False, template
         return permit
 
     def _inspect(self) -> Steps[LockInfo | None]:
@@ -132,7 +126,6 @@ class BaseSemaphore:
     """What makes a lock of it."""
     _skipped: bool | None = None
     """As of a lock."""
-    _template: Template
 
     if not TYPE_CHECKING:  # hidden from type checkers
         atomic = begin = refuses("a semaphore guards no transaction, and each of its permits does: use .permit()")
@@ -145,24 +138,12 @@ class BaseSemaphore:
                     f"{name} is not for semaphores: a permit belongs to the semaphore object, not to a flow"
                 )
         self._permits = valid_permits(permits)
-        self._make, self._options = make_permit, options
         self._plain: Any = make_permit(valid_shared_key(key), **options)
-        """A permit that is never acquired, for what needs a lock of the face."""
-        self._begin_anew()
+        """A permit that is never acquired, of which all others are copies."""
+        self._held: list[Any] = []
+        """The permits of this object, the oldest first. Whoever has removed one from it releases it."""
         self._met: set[str] = set()
         """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
-
-    def _begin_anew(self) -> None:
-        """Hold no permit."""
-        self._mutex = threading.RLock()  # a signal handler may release
-        self._held: list[Any] = []
-        """The permits of this object, the oldest first."""
-        self._runtime = runtime.current
-        """That of the process; a forked child has another, and the permits are the parent's."""
-
-    def _leave_to_parent(self) -> None:
-        if self._runtime is not runtime.current:
-            self._begin_anew()
 
     # -- what is known without I/O
 
@@ -189,12 +170,11 @@ class BaseSemaphore:
     @property
     def held(self) -> list[Any]:
         """The permits that this object holds, each a lock, the oldest first."""
-        self._leave_to_parent()
-        return [permit for permit in self._held if permit._hold_here() is not None]
+        return [permit for permit in self._held[:] if permit._hold_here() is not None]
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
-        permit, name = self._make(self.key, **self._options), current_flow().who["thread"]
+        permit, name = copy.copy(self._plain), current_flow().who["thread"]
         permit._semaphore = self
         permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
         return permit
@@ -211,95 +191,82 @@ class BaseSemaphore:
             )
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.key!r}: {len(self._held)} of {self._permits} permits held here>"
+        return f"<{type(self).__name__} {self.key!r}: {len(self.held)} of {self._permits} permits held here>"
 
-    # -- helpers
+    # -- the permits of this object
 
     def _add(self, permits: list[Any], *, block: bool) -> None:
-        """Own permits from now on; those that were acquired one by one and are gone are forgotten."""
+        """Own permits from now on; those that are gone are forgotten. `block`: they are of a `with`."""
+        for gone in [each for each in self._held[:] if not each._open_blocks() and each._hold_here() is None]:
+            _ = self._drop(gone)
         for permit in permits:
-            permit._acquired_by, permit._opens_block = current_flow().ref, block
-        with self._mutex:
-            held = [each for each in self._held if each._is_open() or each._hold_here() is not None]
-            self._held = [*held, *permits]
+            permit._taken_by, permit._of_block = current_flow().ref, block
+        self._held += permits
 
-    def _drop(self, permits: list[Any]) -> list[Any]:
-        """Own those no more."""
-        with self._mutex:
-            self._held = [each for each in self._held if each not in permits]
-        return permits
+    def _drop(self, permit: Any) -> bool:
+        """Own it no more; False if it is not, or no longer, of this object."""
+        try:
+            self._held.remove(permit)
+        except ValueError:
+            return False
+        return True
 
     def _chosen(self, n: int) -> list[Any]:
         """The permits that are to be released, last first; those of this flow before others."""
-        self._leave_to_parent()
-        flow = current_flow().ref
-        with self._mutex:
-            mine = [each for each in self.held if not each._opens_block]
-            if n > len(mine):
-                raise PermitNotHeld(
-                    f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
-                    key=self.key,
-                )
-            mine.sort(key=lambda permit: permit._acquired_by is flow)  # stable: those of this flow last
-            return self._drop(mine[-n:][::-1])
+        flow, chosen = current_flow().ref, list[Any]()
+        mine = [each for each in self.held if not each._of_block]
+        mine.sort(key=lambda permit: permit._taken_by is flow)  # stable: those of this flow last
+        for permit in mine[::-1] if n <= len(mine) else ():
+            if len(chosen) < n and self._drop(permit):  # else another thread releases it at this moment
+                chosen.append(permit)
+        if len(chosen) < n:
+            self._held += chosen
+            raise PermitNotHeld(
+                f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
+                key=self.key,
+            )
+        return chosen
 
-    def _blocks(self) -> list[tuple[Callable[[], Flow | None], Any]]:
-        """The permits of the open `with`s, each behind a reference to the flow that began it."""
-        return [(permit._acquired_by, permit) for permit in self._held if permit._is_open()]
+    def _blocks(self) -> list[tuple[Callable[[], Flow | None], Block, Any]]:
+        """The open `with`s and their permits, each behind a reference to the flow that began it."""
+        found = [(permit, permit._open_blocks()) for permit in self._held[:] if permit._of_block]
+        return [(permit._taken_by, blocks[0], permit) for permit, blocks in found if blocks]
 
-    def _ended(self, opened: list[Any] | None) -> Any:
+    def _ending(self, opened: list[Block] | None) -> Any:
         """The permit of the `with` that ends; `opened`: those of its end."""
-        self._leave_to_parent()
-        with self._mutex:
-            opened = [] if opened is None else opened
-            opened[:] = [permit for permit in opened if permit in self._held]  # none after a fork
-            blocks = [(permit._acquired_by, permit) for permit in opened] or self._blocks()
-            try:
-                permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")[1]
-            except LockNotHeld:
-                let_expire((flow, permit._hold_here()) for flow, permit in blocks)
-                raise
-            if permit in opened:
-                opened.remove(permit)
-            return self._drop([permit])[0]
+        blocks = self._blocks()
+        if opened:
+            opened[:] = [block for _, block, _ in blocks if block in opened]
+        its = [each for each in blocks if each[1] in (opened or ())]
+        return ending(its or blocks, self.key, "enter a semaphore.permit() of its own for each block")[2]
 
     # -- the operations, as steps
 
-    def _take(self, n: int, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[list[Any]]:
-        """Acquire `n` permits, or none.
-
-        `block`: for a `with`, whose LockTimeout is raised; `its`: what that has loaded.
-        """
+    def _acquire(self, n: int, timeout: float | None) -> Steps[bool]:
+        """Acquire `n` permits, or none; False if they were not free in time."""
         if valid_permits(n, "the number of permits") > self._permits:
             raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
-        self._leave_to_parent()
         permits = [self.permit() for _ in range(n)]
         permits[0]._wanted = n
         try:
-            yield from undone(partial(self._begin, permits, timeout, its, block=block), partial(self._undo, permits))
-        except LockTimeout:
-            if block:
-                raise
-            return []
-        return permits
+            return (yield from undone(partial(self._acquire_each, permits, timeout), partial(self._undo, permits)))
+        except LockTimeout:  # waiting would have been pointless
+            return False
 
-    def _begin(self, permits: list[Any], timeout: float | None, its: Loaded | None, *, block: bool) -> Steps[None]:
+    def _acquire_each(self, permits: list[Any], timeout: float | None) -> Steps[bool]:
         first = permits[0]
-        if block:
-            yield from entering.enter_block(first, timeout, its.end if its else None)
-        elif isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
-            raise LockTimeout(key=self.key)
+        if isinstance((yield from entering.acquire(first, timeout, "with", first._flow)), Refused):
+            return False
         for permit, grant in zip(permits[1:], first._others, strict=True):
             _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
             first._others = first._others[1:]
-        self._add(permits, block=block)
-        if its is not None:
-            its.opened.append(first)
+        self._add(permits, block=False)
+        return True
 
     def _undo(self, permits: list[Any]) -> Steps[None]:
         """Leave what was acquired in vain."""
         with contextlib.suppress(LockError):
-            yield from release_each([each for each in self._drop(permits) if each._hold_here() is not None])
+            yield from release_each([each for each in permits if self._drop(each) or each._hold_here() is not None])
         for grant in permits[0]._others:
             with contextlib.suppress(LockError):
                 _ = yield from handover.free(runtime.current.site(self._plain._store()), grant)
@@ -308,31 +275,34 @@ class BaseSemaphore:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
 
     def _enter(self, its: Loaded | None) -> Steps[Any]:
-        """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
-        refuse_to_skip(self)
-        self._leave_to_parent()
-        if any(flow is current_flow().ref for flow, _ in self._blocks()):
+        """Begin a `with`: its permit, which a call of a decorated function that is skipped does not hold."""
+        if any(flow is current_flow().ref for flow, _, _ in self._blocks()):
             raise LockError(
                 f"a block of this semaphore, {self.key!r}, is open in this thread or task already, and its end could "
                 "not be told from that of another one: enter a semaphore.permit() of its own for each block",
                 key=self.key,
             )
-        try:
-            return (yield from self._take(1, self._plain._timeout, block=True, its=its))[0]
-        except LockTimeout as busy:
-            if not skips(self, busy):
-                raise
-            return None
+        permit = self.permit()
+        yield from undone(partial(self._begin, permit, its), partial(self._undo, [permit]))
+        return permit
 
-    def _exit(self, error: BaseException | None, opened: list[Any] | None) -> Steps[None]:
+    def _begin(self, permit: Any, its: Loaded | None) -> Steps[None]:
+        yield from entering.enter(permit, its)
+        self._skipped = permit._skipped
+        if not self._skipped:
+            self._add([permit], block=True)
+
+    def _exit(self, error: BaseException | None, opened: list[Block] | None) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `error` is the body's exception.
 
-        `opened`: the permits of its end.
+        `opened`: the blocks of its end.
         """
         if self._skipped:
             return
         try:
-            yield from leaving.leave_block(self._ended(opened))
+            permit = self._ending(opened)
+            _ = self._drop(permit)
+            yield from leaving.leave_block(permit)
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -359,9 +329,9 @@ class BaseSemaphore:
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate semaphore for one call of a decorated function."""
-        made = type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
-        made._met = self._met
-        made._skipped, made._template = False, template
+        made, plain = copy.copy(self), copy.copy(self._plain)
+        plain._key, plain._skipped, plain._template = valid_shared_key(template.key(args, kwargs)), False, template
+        made._plain, made._held = plain, []
         return made
 
 
@@ -380,7 +350,7 @@ class SyncSemaphore(BaseSemaphore):
         for by those who come later. Raises ValueError for more than there are, LockStoreError if the database fails.
         """
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        return bool(self._plain._drive(self._take(n, wait, block=False)))
+        return bool(self._plain._drive(self._acquire(n, wait)))
 
     def release(self, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever thread; those of this thread first.
@@ -407,7 +377,7 @@ class SyncSemaphore(BaseSemaphore):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        opened: list[Block] | None = None,
     ) -> None:
         self._plain._drive(self._exit(error, opened))
 
@@ -430,7 +400,7 @@ class AsyncSemaphore(BaseSemaphore):
     async def acquire(self: BaseSemaphore, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
         """Acquire `n` permits, or none; False if they were not free in time."""
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        return bool(await self._plain._adrive(self._take(n, wait, block=False)))
+        return bool(await self._plain._adrive(self._acquire(n, wait)))
 
     async def release(self: BaseSemaphore, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever task; those of this task first."""
@@ -454,7 +424,7 @@ class AsyncSemaphore(BaseSemaphore):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        opened: list[Block] | None = None,
     ) -> None:
         await self._plain._adrive(self._exit(error, opened), undisturbed=True)
 
