@@ -83,7 +83,7 @@ def test_a_holder_that_keeps_others_waiting(
     holder = protocol.lock(KEY, label=TEXT)
     actor.call(holder, "acquire")
     foreign(protocol)
-    waiter = protocol.lock(KEY, timeout=0.8, slow_wait=0.2, label=TEXT)
+    waiter = protocol.lock(KEY, timeout=0.6, slow_wait=0.05, label=TEXT)
     error = refused(LockTimeout, lambda: other.within(waiter))
     assert isinstance(error, LockTimeout)
     assert FRIENDLY in str(error)

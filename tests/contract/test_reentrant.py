@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockDeadlock, LockTimeout, Reason
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 
 
@@ -68,9 +69,7 @@ def test_a_wait_that_ends_by_itself(either: Subject, actor: Actor) -> None:
     assert actor.get(second, "fence") > fence
     assert actor.get(first, "state") == "lost"
     actor.call(second, "release")
-    deadline = time.monotonic() + 10
-    while not lost and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: lost, 10)
     assert lost == [Reason.EXPIRED]
 
 
@@ -79,9 +78,7 @@ def test_a_key_that_is_freed_meanwhile(either: Subject, actor: Actor) -> None:
     first, second = either.lock("k", reentrant=False), either.lock("k", reentrant=False)
     actor.call(first, "acquire")
     waiting = actor.start(lambda: getattr(second, either.method("acquire"))(timeout=20))
-    deadline = time.monotonic() + 10
-    while not either.run("SELECT * FROM lock_waiters") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: either.run("SELECT * FROM lock_waiters"), 10)
     either.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
     assert waiting.result(20) is True
     assert (actor.get(first, "state"), actor.get(second, "state")) == ("lost", "held")

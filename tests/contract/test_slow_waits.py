@@ -31,7 +31,7 @@ def test_who_waits_long_is_named_and_for_whom(
     """Its thread or task and label, the holder's, and how long."""
     holder = either.lock("k", label="import")
     assert actor.call(holder, "acquire")
-    waiter = either.lock("k", timeout=0.6, slow_wait=0.2, label="checkout")
+    waiter = either.lock("k", timeout=0.6, slow_wait=0.05, label="checkout")
     assert not other.call(waiter, "acquire")
     [line] = lines(caplog)
     assert '"checkout" has been waiting' in line
@@ -52,7 +52,7 @@ def test_a_holder_elsewhere_is_as_it_was_seen(
     """Of another process, or through another engine or alias: named, with when that was; no statement more is sent."""
     holder = twin(either).lock("k", label="import")
     assert actor.call(holder, "acquire")
-    assert not other.call(either.lock("k", timeout=0.8, slow_wait=0.2), "acquire")
+    assert not other.call(either.lock("k", timeout=0.6, slow_wait=0.05), "acquire")
     [line] = lines(caplog)
     assert 'held it as "import", for ' in line
     assert "when seen" in line

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,6 @@ from sqlalchemy_dblock import (
     AsyncLock,
     InvalidKey,
     Lock,
-    LockError,
     LockLost,
     LockStoreError,
     LockTimeout,
@@ -447,19 +446,10 @@ def test_many_threads_share_few_connections(request: pytest.FixtureRequest) -> N
     """As many as statements at once, and at most five are kept."""
     ready(request, "postgresql")
     engine = create_engine(url("postgresql"), connect_args={"application_name": "crowd"})
-    threads = [
-        threading.Thread(target=lambda number=number: db_lock(engine, f"k{number}").acquire()) for number in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(20) as pool:
+        assert all(pool.map(lambda number: db_lock(engine, f"k{number}", timeout=50).acquire(), range(20)))
     counted = "SELECT count(*) <= 5 FROM pg_stat_activity WHERE application_name LIKE '%crowd'"
-    for _ in range(50):
-        if run("postgresql", counted) == [(True,)]:
-            break
-        threading.Event().wait(0.05)
-    assert run("postgresql", counted) == [(True,)]
+    assert until(lambda: run("postgresql", counted) == [(True,)], 20)
     assert run("postgresql", "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(20,)]
     engine.dispose()
 
@@ -640,43 +630,33 @@ def test_a_foreign_writer_on_sqlite_is_part_of_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("name", SERVERS)
-def test_any_isolation_level(request: pytest.FixtureRequest, name: str, level: str) -> None:
+def test_any_isolation_level(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, level: str
+) -> None:
     """A hundred clients take a missing row at once: one wins, nobody sees a deadlock or a serialization failure."""
     ready(request, name)
+    timed(monkeypatch, single_try=30.0)  # a hundred connections are opened one after the other
     if name == "postgresql":
         args = {"options": f"-c default_transaction_isolation={level.lower().replace(' ', chr(92) + ' ')}"}
     else:
         args = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level}"}
     engine = create_engine(url(name), connect_args=args)
-    for round_ in range(3):
-        key, start, results = f"missing {round_}", threading.Barrier(100), list[Any]()
+    start, counter = threading.Barrier(100), [0]
 
-        def attempt(key: str = key, start: threading.Barrier = start, results: list[Any] = results) -> None:
-            lock = db_lock(engine, key)
-            start.wait()
-            try:
-                results.append(lock.acquire(blocking=False))
-            except LockError as error:
-                results.append(error)
+    def attempt(key: str) -> bool:
+        start.wait()
+        return db_lock(engine, key).acquire(blocking=False)
 
-        threads = [threading.Thread(target=attempt) for _ in range(100)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(results, key=str) == [False] * 99 + [True]
-    counter = [0]
-
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(10):
             with db_lock(engine, "counter", timeout=60):
                 counter[0] += 1
 
-    threads = [threading.Thread(target=count) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for round_ in range(3):
+        with ThreadPoolExecutor(100) as pool:  # their flows end with the round
+            assert sorted(pool.map(attempt, [f"missing {round_}"] * 100)) == [False] * 99 + [True]
+    with ThreadPoolExecutor(5) as pool:
+        _ = list(pool.map(count, range(5)))
     assert counter == [50]
     engine.dispose()
 

@@ -27,6 +27,7 @@ from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
 from tests.conftest import INNODB, ready, run, timed, url
+from tests.support.lab import until
 
 
 @pytest.fixture
@@ -445,10 +446,7 @@ def test_a_session_thrown_away_in_mid_transaction(engine: Engine) -> None:
     assert lock.locked()
     del session
     gc.collect()
-    deadline = time.monotonic() + 20
-    while lock.locked():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert until(lambda: not lock.locked(), 20)
 
 
 def test_an_engine_disposed_outside_its_loop() -> None:

@@ -26,7 +26,7 @@ from dblock.core import runtime
 from dblock.core.observing.events import Kind
 from sqlalchemy_dblock import LockError, LockNotHeld, LockStoreError, db_lock, observe
 from tests.conftest import INNODB, SERVERS, ready, run, url
-from tests.support.lab import renews
+from tests.support.lab import renews, until
 
 DRIVERS = [
     ("sqlite", "aiosqlite"),
@@ -125,8 +125,7 @@ def test_a_closing_that_is_interrupted(database: str, engine: Engine) -> None:
     event.listen(engine, "rollback", interrupt, once=True)
     with pytest.raises(KeyboardInterrupt):
         session.close()
-    time.sleep(0.7)
-    assert others_get_in(database)
+    assert until(lambda: others_get_in(database), 15)
     session.close()
 
 

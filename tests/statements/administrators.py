@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, Final
 
 from tests.statements.cases import DONE, NOW, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
@@ -37,51 +38,45 @@ _NEXT_KEYS: Final = (
     Case("next_keys", "none after the last", keys=[held("k")], given={"after": "k", "most": 2}, reply=[(None,)]),
 )
 
+_list_keys = partial(Case, "list_keys")
 _LIST_KEYS: Final = (
-    Case(
-        "list_keys",
+    _list_keys(
         "all that are held, in order, also those whose lease has ended",
         keys=[held("k", awaiting_fence=7), held("j", expires_at=At(-3)), held("l", owner=""), free("i")],
         given=_LIST,
         reply=[_row("j", 0, left=-3), _row("k", 0, awaiting=1), _row("l", 0, owner="")],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "and those that are free",
         keys=[held("k"), free("j")],
         given={**_LIST, "free": 1},
         reply=[_row("j", 0, owner=None, left=-5), _row("k", 0)],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "neither what min_hold has left that is over, nor what is free by a later time",
         keys=[held("k", owner="", expires_at=At(-3)), held("j"), free("l", expires_at=At(100))],
         given=_LIST,
         reply=[_row("j", 0)],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "a page of them, after a key that may be gone",
         keys=[held(key) for key in ("a", "b", "c", "d", "e")],
         given={**_LIST, "after": "aa", "most": 2},
         reply=[_row("b", 0), _row("c", 0)],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "up to a key, that one too",
         keys=[held(key) for key in ("a", "b", "c")],
         given={**_LIST, "upto": "b"},
         reply=[_row("a", 0), _row("b", 0)],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "those that are free and were freed from outside, or that somebody may wait for",
         keys=[free("f", freed_fence=7), free("w", last_ticket=14), free("x")],
         given=_LIST,
         reply=[(*_row("f", 0, owner=None, left=-5)[:14], 7, *_row("f", 0)[15:]), _row("w", 0, owner=None, left=-5)],
     ),
-    Case(
-        "list_keys",
+    _list_keys(
         "with how many wait for it: the living who were not served",
         keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
         places=[
@@ -163,38 +158,28 @@ _LIST_ALL_WAITERS: Final = (
     ),
 )
 
+_free = partial(Case, "free")
 _FREE: Final = (
-    Case("free", "the tenure ends", keys=[held(count=3), held("j")], given=_WORDS, reply=DONE, after={"k": _FREED}),
-    Case(
-        "free",
-        "also one whose lease has ended",
-        keys=[held(expires_at=At(-3))],
-        given=_WORDS,
-        reply=DONE,
-        after={"k": _FREED},
+    _free("the tenure ends", keys=[held(count=3), held("j")], given=_WORDS, reply=DONE, after={"k": _FREED}),
+    _free(
+        "also one whose lease has ended", keys=[held(expires_at=At(-3))], given=_WORDS, reply=DONE, after={"k": _FREED}
     ),
-    Case(
-        "free",
-        "also the rest of min_hold",
-        keys=[held(owner="", count=0)],
-        given=_WORDS,
-        reply=DONE,
-        after={"k": _FREED},
-    ),
-    Case("free", "not a free key", keys=[free()], given=_WORDS),
-    Case("free", "not an earlier tenure", keys=[held(fence=8)], given=_WORDS),
-    Case("free", "not another key's", keys=[held("j")], given=_WORDS),
+    _free("also the rest of min_hold", keys=[held(owner="", count=0)], given=_WORDS, reply=DONE, after={"k": _FREED}),
+    _free("not a free key", keys=[free()], given=_WORDS),
+    _free("not an earlier tenure", keys=[held(fence=8)], given=_WORDS),
+    _free("not another key's", keys=[held("j")], given=_WORDS),
 )
 
 _REVOKED: Final[Record] = {"revoked_fence": 7, "revocation": "root: enough"}
 
+_revoke = partial(Case, "revoke")
 _REVOKE: Final = (
-    Case("revoke", "the row says so", keys=[held(), held("j")], given=_WORDS, reply=DONE, after={"k": _REVOKED}),
-    Case("revoke", "not of an earlier tenure", keys=[held(fence=8)], given=_WORDS),
-    Case("revoke", "not of another key's", keys=[held("j")], given=_WORDS),
-    Case("revoke", "not of a free key", keys=[free()], given=_WORDS),
-    Case("revoke", "not of one that was given back", keys=[held(owner="")], given=_WORDS),
-    Case("revoke", "not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
+    _revoke("the row says so", keys=[held(), held("j")], given=_WORDS, reply=DONE, after={"k": _REVOKED}),
+    _revoke("not of an earlier tenure", keys=[held(fence=8)], given=_WORDS),
+    _revoke("not of another key's", keys=[held("j")], given=_WORDS),
+    _revoke("not of a free key", keys=[free()], given=_WORDS),
+    _revoke("not of one that was given back", keys=[held(owner="")], given=_WORDS),
+    _revoke("not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
 )
 
 _STRANGE: Final = 'it\'s "näher" 100 % \\ {} :key 漢字 🙂'
@@ -205,9 +190,9 @@ def _told(*events: Record) -> Record:
     return {"events": json.dumps([{**_WHAT, **each} for each in events], ensure_ascii=False)}
 
 
+_note = partial(Case, "note")
 _NOTE: Final = (
-    Case(
-        "note",
+    _note(
         "what happened, as it was, and when",
         events=[event(10**12, "earlier")],
         given=_told(
@@ -220,21 +205,20 @@ _NOTE: Final = (
             _STRANGE: event(0, _STRANGE, id=..., lock_key=_STRANGE, label=_STRANGE, kind="lost", happened_at=At(-2.5)),
         },
     ),
-    Case("note", "not what has yet to happen", given=_told({"detail": "now", "age": -0.5})),
-    Case("note", "nothing", given=_told()),
+    _note("not what has yet to happen", given=_told({"detail": "now", "age": -0.5})),
+    _note("nothing", given=_told()),
 )
 
+_trim = partial(Case, "trim")
 _TRIM: Final = (
-    Case(
-        "trim",
+    _trim(
         "all but the last ones",
         events=[event(number, str(number)) for number in (3, 4, 5, 7)],
         given={"keep": 3},
         reply=[(), ()],
         after={"3": None, "4": None},
     ),
-    Case(
-        "trim",
+    _trim(
         "it does not wait for later ones, which another transaction has locked",
         events=[event(number, str(number)) for number in (3, 4, 5, 6, 7)],
         given={"keep": 4},
@@ -243,10 +227,9 @@ _TRIM: Final = (
         after={"3": None},
         on=SERVERS,
     ),
-    Case("trim", "none, if there are few", events=[event(3, "3"), event(4, "4")], given={"keep": 3}),
-    Case("trim", "none, if there are none", given={"keep": 3}),
-    Case(
-        "trim",
+    _trim("none, if there are few", events=[event(3, "3"), event(4, "4")], given={"keep": 3}),
+    _trim("none, if there are none", given={"keep": 3}),
+    _trim(
         "a thousand at most",
         events=[event(number, str(number)) for number in (1, 1000, 1001, 9000)],
         given={"keep": 3},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from tests.conftest import DATABASES
@@ -83,61 +84,55 @@ def lasts_longer(statement: str, reply: Reply, changes: Record, given: Record = 
     )
 
 
+_take = partial(Case, "take")
 _TAKE: Final = (
-    Case("take", "a free key is taken", keys=[free(), free("j")], reply=[(CLOCK,)], after={"k": BEGUN}),
-    Case(
-        "take",
+    _take("a free key is taken", keys=[free(), free("j")], reply=[(CLOCK,)], after={"k": BEGUN}),
+    _take(
         "a key whose lease has ended is taken",
         keys=[held(owner="other", count=2, expires_at=At(-0.5))],
         reply=[(CLOCK,)],
         after={"k": BEGUN},
     ),
-    Case(
-        "take",
+    _take(
         "a free key is taken although the clock was set back after its release",
         keys=[free(expires_at=At(100))],
         reply=[(CLOCK,)],
         after={"k": BEGUN},
     ),
-    Case("take", "a held key is not, by nobody", keys=[held(), held("j", owner="other")], given={"key": "j"}),
-    Case("take", "a key without a row is not", keys=[free("j")]),
-    Case("take", "a key of another kind is not", keys=[free(kind=2)], given={"kind": 1}),
-    Case(
-        "take",
+    _take("a held key is not, by nobody", keys=[held(), held("j", owner="other")], given={"key": "j"}),
+    _take("a key without a row is not", keys=[free("j")]),
+    _take("a key of another kind is not", keys=[free(kind=2)], given={"kind": 1}),
+    _take(
         "one of the same kind is, by a writer after a reader",
         keys=[free(kind=1, reading=1)],
         given={"kind": 1, "reading": 0},
         reply=[(CLOCK,)],
         after={"k": {**BEGUN, "reading": 0}},
     ),
-    Case(
-        "take",
+    _take(
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[free(fence=AHEAD)],
         reply=[(AHEAD + 1,)],
         after={"k": {**BEGUN, "fence": AHEAD + 1}},
     ),
-    Case("take", "a free key that somebody may wait for is not taken", keys=[free(last_ticket=11)]),
-    Case(
-        "take",
+    _take("a free key that somebody may wait for is not taken", keys=[free(last_ticket=11)]),
+    _take(
         "it is, by who does not care",
         keys=[free(last_ticket=11)],
         given={"fair": 0},
         reply=[(CLOCK,)],
         after={"k": BEGUN},
     ),
-    Case("take", "who does not care takes no held key", keys=[held(owner="other")], given={"fair": 0}),
-    Case("take", "a pinned key is not taken", keys=[free(), free("j")], beside=[Do("pin")], reply=REFUSED),
-    Case(
-        "take",
+    _take("who does not care takes no held key", keys=[held(owner="other")], given={"fair": 0}),
+    _take("a pinned key is not taken", keys=[free(), free("j")], beside=[Do("pin")], reply=REFUSED),
+    _take(
         "nor one that was pinned in time and whose lease has ended",
         keys=[held(expires_at=At(-0.5))],
         given={"owner": "other"},
         beside=[Do("pin")],
         reply=REFUSED,
     ),
-    Case(
-        "take",
+    _take(
         "another key's pin is no obstacle",
         keys=[free(), held("j")],
         beside=[Do("pin", {"key": "j"})],
@@ -145,8 +140,7 @@ _TAKE: Final = (
         after={"k": BEGUN},
         on=SERVERS,
     ),
-    Case(
-        "take",
+    _take(
         "a key that somebody else is taking is not taken once that has happened",
         keys=[free()],
         beside=[Do("take", {"owner": "other"}, [(...,)])],
@@ -169,33 +163,25 @@ CREATED: Final = {
     "awaiting_channel": "",
 }
 
+_create = partial(Case, "create")
 _CREATE: Final = (
-    Case(
-        "create",
-        "a key without a row is taken",
-        keys=[free("j")],
-        reply=[(CLOCK,)],
-        after={"k": CREATED},
-    ),
-    Case(
-        "create",
+    _create("a key without a row is taken", keys=[free("j")], reply=[(CLOCK,)], after={"k": CREATED}),
+    _create(
         "the row has the kind that was asked for",
         given={"kind": 2, "reading": 0},
         reply=[(CLOCK,)],
         after={"k": {**CREATED, "kind": 2, "reading": 0}},
     ),
-    Case("create", "a key with a row is not, even if it is free", keys=[free()]),
-    Case("create", "nor a held one", keys=[held(owner="other")]),
-    Case(
-        "create",
+    _create("a key with a row is not, even if it is free", keys=[free()]),
+    _create("nor a held one", keys=[held(owner="other")]),
+    _create(
         "of two that create it one has it",
         beside=[Do("create", {"owner": "other"}, [(...,)])],
         commits=True,
         after={"k": {**CREATED, "owner": "other", "fence": ...}},
         on=SERVERS,
     ),
-    Case(
-        "create",
+    _create(
         "a pin outlasts the row that it was for",
         beside=[Do("pin")],
         reply=REFUSED,
@@ -203,9 +189,9 @@ _CREATE: Final = (
     ),
 )
 
+_inspect = partial(Case, "inspect")
 _INSPECT: Final = (
-    Case(
-        "inspect",
+    _inspect(
         "the row of a key",
         keys=[held(kind=2, reading=1), held("j", owner="other")],
         reply=[
@@ -228,15 +214,13 @@ _INSPECT: Final = (
             ),
         ],
     ),
-    Case(
-        "inspect",
+    _inspect(
         "and whether its tenure has waited for shares",
         keys=[held(awaiting_fence=7)],
         reply=[("me", 7, 1, 30.0, ..., ..., *[...] * 6, 6, 5, "root: please", 0, 0, 1)],
     ),
-    Case("inspect", "none where there is none", keys=[held("j")]),
-    Case(
-        "inspect",
+    _inspect("none where there is none", keys=[held("j")]),
+    _inspect(
         "what remains of a lease that has ended says for how long it has",
         keys=[held(expires_at=At(-3))],
         reply=[("me", 7, 1, 30.0, ..., Left(-3), ...)],
@@ -292,87 +276,75 @@ _OF_SOME: Final = [
 ]
 _SOME: Final = [("k", "me", 7), ("i", "me", 7), ("h", "me", 7), ("g", "me", 7), ("e", "me", 7)]
 
+_renew = partial(Case, "renew")
 _RENEW: Final = (
-    Case(
-        "renew",
+    _renew(
         "a lease lasts one life more",
         keys=[held()],
         given=leases(("k", "me", 7)),
         reply=DONE,
         after={"k": {"expires_at": At(61)}},
     ),
-    Case(
-        "renew",
+    _renew(
         "of many those are renewed that are alive",
         keys=_OF_SOME,
         given=leases(*_SOME),
         reply=DONE,
         after={"k": {"expires_at": At(61)}},
     ),
-    Case(
-        "renew",
+    _renew(
         "all of many",
         keys=[held(), held("j", owner="other", fence=9), held("i")],
         given=leases(("k", "me", 7), ("j", "other", 9)),
         reply=DONE * 2,
         after={"k": {"expires_at": At(61)}, "j": {"expires_at": At(61)}},
     ),
-    Case(
-        "renew",
+    _renew(
         "a lease that lasts for longer is not shortened",
         keys=[held(expires_at=At(100))],
         given=leases(("k", "me", 7)),
         reply=DONE,
     ),
-    Case(
-        "renew",
+    _renew(
         "one that was asked back is not renewed while its holder is unaware of that",
         keys=[held(revoked_fence=7), held("j")],
         given=leases(("k", "me", 7), ("j", "me", 7)),
         reply=DONE,
         after={"j": {"expires_at": At(61)}},
     ),
-    Case(
-        "renew",
+    _renew(
         "it is once its holder knows",
         keys=[held(revoked_fence=7)],
         given=leases(("k", "me", 7), not_notified=0),
         reply=DONE,
         after={"k": {"expires_at": At(61)}},
     ),
-    Case("renew", "a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))], given=leases(_SOME[0])),
-    Case("renew", "an owner's later tenure is not renewed", keys=[held(fence=8)], given=leases(_SOME[0])),
-    Case("renew", "another owner's is not", keys=[held(owner="other")], given=leases(_SOME[0])),
-    Case("renew", "another key's is not", keys=[held("j")], given=leases(_SOME[0])),
-    Case(
-        "renew",
-        "keys and owners that differ in case are others",
-        keys=[held("K"), held(owner="ME")],
-        given=leases(_SOME[0]),
+    _renew("a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))], given=leases(_SOME[0])),
+    _renew("an owner's later tenure is not renewed", keys=[held(fence=8)], given=leases(_SOME[0])),
+    _renew("another owner's is not", keys=[held(owner="other")], given=leases(_SOME[0])),
+    _renew("another key's is not", keys=[held("j")], given=leases(_SOME[0])),
+    _renew(
+        "keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")], given=leases(_SOME[0])
     ),
 )
 
+_alive = partial(Case, "alive")
 _ALIVE: Final = (
-    Case("alive", "those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7, None)]),
-    Case(
-        "alive",
+    _alive("those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7, None)]),
+    _alive(
         "and by whom and why it was asked back",
         keys=[held(revoked_fence=7), held("j")],
         given=leases(("k", "me", 7)),
         reply=[("k", "me", 7, "root: please")],
     ),
-    Case(
-        "alive",
+    _alive(
         "if only without words",
         keys=[held(revoked_fence=7, revocation="")],
         given=leases(("k", "me", 7)),
         reply=[("k", "me", 7, "")],
     ),
-    Case(
-        "alive",
-        "keys and owners that differ in case are others",
-        keys=[held("K"), held(owner="ME")],
-        given=leases(_SOME[0]),
+    _alive(
+        "keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")], given=leases(_SOME[0])
     ),
 )
 
@@ -421,25 +393,23 @@ _ATTACH: Final = (
 
 _FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
 
+_release = partial(Case, "release")
 RELEASE: Final = (
-    Case("release", "the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
-    Case(
-        "release",
+    _release("the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
+    _release(
         "those who may wait are told of, from the first one not served",
         keys=[held(last_ticket=15)],
         reply=[(11,)],
         after={"k": _FREED},
     ),
-    Case("release", "whatever its count", keys=[held(count=2)], reply=[(0,)], after={"k": _FREED}),
-    Case(
-        "release",
+    _release("whatever its count", keys=[held(count=2)], reply=[(0,)], after={"k": _FREED}),
+    _release(
         "a tenure in hand-over is ended, too",
         keys=[held(count=0)],
         reply=[(0,)],
         after={"k": {"owner": None, "expires_at": NOW}},
     ),
-    Case(
-        "release",
+    _release(
         "a tenure whose lease has ended can still be given back",
         keys=[held(expires_at=At(-3))],
         reply=[(0,)],
@@ -449,24 +419,21 @@ RELEASE: Final = (
 )
 
 MIN_HOLD: Final = (
-    Case(
-        "release",
+    _release(
         "the key stays closed for the rest of the shortest hold, is nobody's, and is nobody's turn yet",
         keys=[held(last_ticket=15)],
         given={"min_hold": 25.0},
         reply=[(0,)],
         after={"k": {"owner": "", "count": 0, "expires_at": Left(15)}},
     ),
-    Case(
-        "release",
+    _release(
         "the key is free after the shortest hold",
         keys=[held(last_ticket=15)],
         given={"min_hold": 5.0},
         reply=[(11,)],
         after={"k": _FREED},
     ),
-    Case(
-        "release",
+    _release(
         "without a shortest hold nothing stays closed, even if the clock was set back",
         keys=[held(last_ticket=15, acquired_at=At(100), expires_at=At(130))],
         reply=[(11,)],
@@ -479,10 +446,12 @@ _SEEN: Final = [(1,)]
 _UNSEEN: Final = [(0,)]
 
 
+_pin = partial(Case, "pin")
+
+
 def _snapshots(level: str, reply: Reply, **where: Any) -> Case:
     """A transaction that read before the tenure began; the tenure goes on, whatever it sees."""
-    return Case(
-        "pin",
+    return _pin(
         f"by a transaction that read before the tenure began ({level})",
         keys=[held(fence=6)],
         session=LEVELS[level],
@@ -495,16 +464,14 @@ def _snapshots(level: str, reply: Reply, **where: Any) -> Case:
 
 
 _PIN: Final = (
-    Case(
-        "pin",
+    _pin(
         "nobody begins a tenure while its transaction lasts",
         keys=[free()],
         reply=None,
         then=[Do("take", {"owner": "other"}, REFUSED)],
         on=SERVERS,
     ),
-    Case(
-        "pin",
+    _pin(
         "nor by another way",
         keys=[held(), held("j", owner="other")],
         reply=_SEEN,
@@ -514,59 +481,49 @@ _PIN: Final = (
         ],
         on=SERVERS,
     ),
-    Case(
-        "pin",
+    _pin(
         "the tenure goes on: it is renewed, entered and given back meanwhile",
         keys=[held()],
         reply=_SEEN,
         then=[Do("renew", leases(("k", "me", 7)), DONE), Do("set_count", {}, DONE), Do("release", {}, [(0,)])],
         on=SERVERS,
     ),
-    Case(
-        "pin",
+    _pin(
         "other keys are taken, and created",
         keys=[held(), free("j")],
         reply=_SEEN,
         then=[Do("take", {"key": "j"}, [(...,)]), Do("create", {"key": "z"}, [(...,)])],
         on=SERVERS,
     ),
-    Case("pin", "another tenure is not ours", keys=[held(fence=8), held("j")], reply=_UNSEEN, on=SERVERS),
+    _pin("another tenure is not ours", keys=[held(fence=8), held("j")], reply=_UNSEEN, on=SERVERS),
     _snapshots("READ COMMITTED", _SEEN, on=SERVERS),
     _snapshots("REPEATABLE READ", _UNSEEN, on=SERVERS),
     _snapshots("SERIALIZABLE", _SEEN, on=MYSQL),
     _snapshots("SERIALIZABLE", _UNSEEN, on=("postgresql",)),
-    Case(
-        "pin",
+    _pin(
         "nobody else writes while its transaction lasts",
         keys=[held()],
         reply=_SEEN,
         then=[Do("take", {"owner": "other"}, REFUSED), Do("extend", {}, REFUSED)],
         on=["sqlite"],
     ),
-    Case(
-        "pin",
+    _pin(
         "the lease lasts one life more, since nobody else can renew it",
         keys=[held(), held("j")],
         reply=_SEEN,
         after={"k": {"expires_at": At(61)}},
         on=["sqlite"],
     ),
-    Case(
-        "pin",
-        "a lease that lasts for longer is not shortened",
-        keys=[held(expires_at=At(100))],
-        reply=_SEEN,
-        on=["sqlite"],
-    ),
-    Case("pin", "not one that has been given back", keys=[held(owner="", count=0)], on=["sqlite"]),
+    _pin("a lease that lasts for longer is not shortened", keys=[held(expires_at=At(100))], reply=_SEEN, on=["sqlite"]),
+    _pin("not one that has been given back", keys=[held(owner="", count=0)], on=["sqlite"]),
     *of_tenure("pin", on=["sqlite"]),
 )
 
 _LOCATE: Final = (Case("locate", "the table's schema, and no cluster", reply=[(..., 0)], on=SERVERS),)
 
+_stale = partial(Case, "stale")
 _STALE: Final = (
-    Case(
-        "stale",
+    _stale(
         "the next keys, in order, and which of them have been free or expired for long",
         keys=[
             free("k", expires_at=LONG_AGO),
@@ -579,15 +536,13 @@ _STALE: Final = (
         given={"after": "g"},
         reply=[("h", 0), ("i", 0), ("j", 1), ("k", 1)],
     ),
-    Case(
-        "stale",
+    _stale(
         "a hundred at a time",
         keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(101)],
         given={"after": ""},
         reply=[(f"{n:04}", 1) for n in range(100)],
     ),
-    Case(
-        "stale",
+    _stale(
         "not one with a share that is alive",
         keys=[
             free("i", kind=1, expires_at=LONG_AGO),
@@ -598,8 +553,7 @@ _STALE: Final = (
         ],
         reply=[("i", 0), ("i\x1fr 0", 1), ("i\x1fr 1", 0), ("j", 0), ("j\x1fp 00003", 0)],
     ),
-    Case(
-        "stale",
+    _stale(
         "but one without shares, or whose shares have ended",
         keys=[
             free("i", kind=1, expires_at=LONG_AGO),
@@ -609,8 +563,7 @@ _STALE: Final = (
         ],
         reply=[("i", 1), ("j", 1), ("j\x1fp 00003", 0), ("j\x1fp 00004", 0)],
     ),
-    Case(
-        "stale",
+    _stale(
         "nor do the shares of other keys, and keys that begin as a share's, keep one",
         keys=[
             held("g\x1fr 0", kind=1),
@@ -620,51 +573,46 @@ _STALE: Final = (
         ],
         reply=[("g\x1fr 0", 0), ("i", 1), ("i x", 0), ("ii\x1fr 0", 0)],
     ),
-    Case(
-        "stale",
+    _stale(
         "a lock of the plain kind has no shares, whatever the names of other keys",
         keys=[free("i", expires_at=LONG_AGO), held("i\x1fr 0")],
         reply=[("i", 1), ("i\x1fr 0", 0)],
     ),
 )
 
+_reap = partial(Case, "reap")
 _REAP: Final = (
-    Case(
-        "reap",
+    _reap(
         "those rows of many that have been free for long go",
         keys=[free(each, expires_at=LONG_AGO) for each in ("i", "j", "k")] + [free("l")],
         given=names("l", "k", "gone", "j"),
         reply=[*DONE, *DONE],
         after={"j": None, "k": None},
     ),
-    Case("reap", "so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
-    Case("reap", "one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
-    Case("reap", "one whose fence is ahead of the clock stays", keys=[free(fence=10**17, expires_at=LONG_AGO)]),
-    Case("reap", "one that somebody may just be joining stays", keys=[free(expires_at=LONG_AGO, last_ticket=10**17)]),
-    Case(
-        "reap",
+    _reap("so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
+    _reap("one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
+    _reap("one whose fence is ahead of the clock stays", keys=[free(fence=10**17, expires_at=LONG_AGO)]),
+    _reap("one that somebody may just be joining stays", keys=[free(expires_at=LONG_AGO, last_ticket=10**17)]),
+    _reap(
         "one whose last ticket was drawn long ago, and never used, goes",
         keys=[free(expires_at=LONG_AGO, last_ticket=15)],
         reply=DONE,
         after={"k": None},
     ),
-    Case(
-        "reap",
+    _reap(
         "one whose queue has been served goes",
         keys=[free(expires_at=LONG_AGO, last_ticket=10**17, served_ticket=10**17)],
         reply=DONE,
         after={"k": None},
     ),
-    Case(
-        "reap",
+    _reap(
         "a row by which a transaction pins the key stays",
         keys=[free(expires_at=LONG_AGO)],
         beside=[Do("pin")],
         reply=REFUSED,
         on=MYSQL,
     ),
-    Case(
-        "reap",
+    _reap(
         "one that somebody waits for stays, and keeps no other",
         keys=[free(expires_at=LONG_AGO), free("j", expires_at=LONG_AGO)],
         places=[waiter("w", 11)],
@@ -672,8 +620,7 @@ _REAP: Final = (
         reply=DONE,
         after={"j": None},
     ),
-    Case(
-        "reap",
+    _reap(
         "the dead, those who were served, and those who wait for other keys, are no reason to stay",
         keys=[free(expires_at=LONG_AGO)],
         places=[waiter("w", 11, expires_at=At(-0.5)), waiter("u", 10), waiter("v", 11, lock_key="j")],

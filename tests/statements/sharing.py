@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from tests.conftest import DATABASES
@@ -205,15 +206,18 @@ _DOOR: Final = free(kind=SEMAPHORE)
 _FREE_SLOT: Final = free(SLOT, kind=SEMAPHORE)
 
 
+_take_slot = partial(Case, "take_slot")
+
+
 def _takes(behaviour: str, *keys: Record, fence: Any = CLOCK, **case: Any) -> Case:
     """A permit is taken."""
     given, after = {**_PERMIT, **case.pop("given", {})}, {SLOT: {**BEGUN, "fence": fence}}
-    return Case("take_slot", behaviour, keys=keys, given=given, reply=[(fence,)], after=after, **case)
+    return _take_slot(behaviour, keys=keys, given=given, reply=[(fence,)], after=after, **case)
 
 
 def _takes_not(behaviour: str, *keys: Record, **case: Any) -> Case:
     """None is."""
-    return Case("take_slot", behaviour, keys=keys, given={**_PERMIT, **case.pop("given", {})}, **case)
+    return _take_slot(behaviour, keys=keys, given={**_PERMIT, **case.pop("given", {})}, **case)
 
 
 _TAKE_SLOT: Final = (
@@ -256,8 +260,7 @@ _TAKE_SLOT: Final = (
     ),
     _takes_not("not a pinned one", _FREE_SLOT, _DOOR, beside=[Do("pin", {"key": SLOT})], reply=REFUSED),
     _takes("a pin of the door is no obstacle", _FREE_SLOT, _DOOR, beside=[Do("pin")], on=SERVERS),
-    Case(
-        "take_slot",
+    _take_slot(
         "one that somebody else is taking is not taken once that has happened",
         keys=[_FREE_SLOT, _DOOR],
         given=_PERMIT,
@@ -274,13 +277,15 @@ _LONGER: Final = {"k": {"expires_at": At(61)}}
 _NOW_ALONE: Final = {"acquired_at": NOW, "awaiting_fence": -7}
 
 
+_alone = partial(Case, "alone")
+
+
 def _not_alone(behaviour: str, share: Record) -> Case:
-    return Case("alone", behaviour, keys=[held(kind=RWLOCK), share])
+    return _alone(behaviour, keys=[held(kind=RWLOCK), share])
 
 
 _ALONE: Final = (
-    Case(
-        "alone",
+    _alone(
         "there is no share: the tenure counts from now, and the lease lasts one life more",
         keys=[held(kind=RWLOCK, awaiting_fence=7), *STRANGERS],
         reply=DONE,
@@ -290,36 +295,33 @@ _ALONE: Final = (
     _not_alone("not beside a reader", held(READER, owner="other", kind=RWLOCK, reading=1)),
     _not_alone("nor one whose lease has ended", held(READER, owner="other", kind=RWLOCK, expires_at=At(-9))),
     _not_alone("nor a share that is free", free(SLOT, kind=RWLOCK)),
-    Case("alone", "nor many", keys=[held(kind=RWLOCK), held(READER), held(OTHER_READER), *STRANGERS]),
+    _alone("nor many", keys=[held(kind=RWLOCK), held(READER), held(OTHER_READER), *STRANGERS]),
     *of_tenure("alone"),
 )
 
+_await_leaving = partial(Case, "await_leaving")
 _AWAIT_LEAVING: Final = (
-    Case(
-        "await_leaving",
+    _await_leaving(
         "the row says where its holder waits, and the lease ends one life from now",
         keys=[held(kind=RWLOCK), held("j"), held(READER)],
         reply=DONE,
         after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
     ),
-    Case(
-        "await_leaving",
+    _await_leaving(
         "also one that lasts for longer",
         keys=[held(kind=RWLOCK, expires_at=At(100))],
         reply=DONE,
         after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
     ),
-    Case("await_leaving", "not once it was alone", keys=[held(kind=RWLOCK, awaiting_fence=-7, expires_at=At(100))]),
-    Case(
-        "await_leaving",
+    _await_leaving("not once it was alone", keys=[held(kind=RWLOCK, awaiting_fence=-7, expires_at=At(100))]),
+    _await_leaving(
         "it does not say so while a share is being left",
         keys=[held(kind=RWLOCK), held(READER, owner="other", kind=RWLOCK)],
         beside=[Do("leave_read", {"key": READER, "owner": "other"}, [(None, 7)])],
         reply=HINDERED,
         on=POSTGRESQL,
     ),
-    Case(
-        "await_leaving",
+    _await_leaving(
         "nor while a permit is",
         keys=[held(kind=SEMAPHORE), held(SLOT, owner="other", kind=SEMAPHORE)],
         beside=[Do("leave_slot", {"key": SLOT, "owner": "other"}, [(None, 7)])],
@@ -331,9 +333,9 @@ _AWAIT_LEAVING: Final = (
 
 # -- the shares of a key
 
+_listed = partial(Case, "listed")
 _LISTED: Final = (
-    Case(
-        "listed",
+    _listed(
         "the shares of a key, in order, and for how long they last",
         keys=[
             held(kind=RWLOCK),
@@ -353,19 +355,18 @@ _LISTED: Final = (
             ("k\x1fr 03", "me", 7, Left(-3)),
         ],
     ),
-    Case(
-        "listed",
+    _listed(
         "the first of them",
         keys=[held("k\x1fr 03"), held(OTHER_READER), held(READER)],
         given={"most": 2},
         reply=[(READER, ...), (OTHER_READER, ...)],
     ),
-    Case("listed", "none where there is none", keys=[held(), *STRANGERS], given={"most": 9}),
+    _listed("none where there is none", keys=[held(), *STRANGERS], given={"most": 9}),
 )
 
+_end_expired = partial(Case, "end_expired")
 _END_EXPIRED: Final = (
-    Case(
-        "end_expired",
+    _end_expired(
         "those of many that have ended, or are free, go",
         keys=[
             held(READER, expires_at=At(-3)),
@@ -378,9 +379,8 @@ _END_EXPIRED: Final = (
         reply=DONE * 2,
         after={READER: None, "k\x1fr 03": None},
     ),
-    Case("end_expired", "one that is alive stays", keys=[held(READER)], given=names(READER)),
-    Case(
-        "end_expired",
+    _end_expired("one that is alive stays", keys=[held(READER)], given=names(READER)),
+    _end_expired(
         "other keys can be taken while it runs",
         keys=[held(READER, expires_at=At(-0.5)), free("l"), free("a")],
         given=names(READER),
@@ -388,24 +388,21 @@ _END_EXPIRED: Final = (
         then=[Do("take", {"key": each, "owner": "other"}, [(...,)]) for each in ("l", "a")],
         on=SERVERS,
     ),
-    Case(
-        "end_expired",
+    _end_expired(
         "a free one goes although the clock was set back",
         keys=[free(READER, expires_at=At(100))],
         given=names(READER),
         reply=DONE,
         after={READER: None},
     ),
-    Case(
-        "end_expired",
+    _end_expired(
         "one that a transaction pins stays",
         keys=[held(READER, expires_at=At(-0.5))],
         given=names(READER),
         beside=[Do("pin", {"key": READER})],
         reply=REFUSED,
     ),
-    Case(
-        "end_expired",
+    _end_expired(
         "another one's pin is no obstacle",
         keys=[held(READER, expires_at=At(-0.5)), held("k\x1fq")],
         given=names(READER),
@@ -414,8 +411,7 @@ _END_EXPIRED: Final = (
         after={READER: None},
         on=SERVERS,
     ),
-    Case(
-        "end_expired",
+    _end_expired(
         "one that is just being renewed stays",
         keys=[held(READER, expires_at=At(-0.5))],
         given=names(READER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from dblock.core.statements.common import FLOW
@@ -48,13 +49,16 @@ JOINED: Final = {
 }
 
 
+_join = partial(Case, "join")
+
+
 def _joins(behaviour: str, *, remaining: Any = None, ticket: Any = CLOCK, **case: Any) -> Iterator[Case]:
     """Standing in the queue, by what it answers: on PostgreSQL the key's row says at once that somebody does."""
     place = {**JOINED, "ticket": ticket}
     after = {"me": place, "k": {"last_ticket": ticket}}
     seen = Left(20) if remaining is None else remaining
-    yield Case("join", behaviour, **case, reply=[(ticket, seen, 11)], after=after, on=POSTGRESQL)
-    yield Case("join", behaviour, **case, reply=[(ticket, ...)], after={"me": place}, on=NOT_POSTGRESQL)
+    yield _join(behaviour, **case, reply=[(ticket, seen, 11)], after=after, on=POSTGRESQL)
+    yield _join(behaviour, **case, reply=[(ticket, ...)], after={"me": place}, on=NOT_POSTGRESQL)
 
 
 _JOIN: Final = (
@@ -71,18 +75,16 @@ _JOIN: Final = (
         keys=[held(owner="other", last_ticket=AHEAD)],
         ticket=AHEAD + 1,
     ),
-    Case("join", "there is no place where there is no row", keys=[free("j")]),
-    Case("join", "nor before a key of another kind", keys=[held(owner="other", kind=2)], given={"kind": 1}),
-    Case(
-        "join",
+    _join("there is no place where there is no row", keys=[free("j")]),
+    _join("nor before a key of another kind", keys=[held(owner="other", kind=2)], given={"kind": 1}),
+    _join(
         "the place says whether its waiter reads",
         keys=[held(owner="other", kind=1)],
         given={"kind": 1, "reading": 0},
         reply=[(CLOCK, ...)],
         after={"me": {**JOINED, "reading": 0}, "k": {"last_ticket": ...}},
     ),
-    Case(
-        "join",
+    _join(
         "a ticket that was drawn, but not announced, is not drawn again",
         keys=[held(owner="other")],
         places=[waiter("w", AHEAD)],
@@ -90,8 +92,7 @@ _JOIN: Final = (
         after={"me": {**JOINED, "ticket": AHEAD + 1}},
         on=["sqlite"],
     ),
-    Case(
-        "join",
+    _join(
         "another key's tickets do not count",
         keys=[held(owner="other")],
         places=[waiter("w", AHEAD, lock_key="j")],
@@ -99,8 +100,7 @@ _JOIN: Final = (
         after={"me": JOINED},
         on=["sqlite"],
     ),
-    Case(
-        "join",
+    _join(
         "of two that draw one ticket the later does not stand in the queue",
         keys=[held(owner="other", last_ticket=AHEAD)],
         places=[waiter("w", AHEAD + 1)],
@@ -108,76 +108,68 @@ _JOIN: Final = (
     ),
 )
 
+_announce = partial(Case, "announce")
 _ANNOUNCE: Final = (
-    Case(
-        "announce",
+    _announce(
         "the row says that the ticket was given out, and for how long the holder has the key",
         keys=[held(), held("j", expires_at=At(90))],
         reply=[(Left(20, 1000),)],
         after={"k": {"last_ticket": 12}},
     ),
-    Case(
-        "announce",
+    _announce(
         "nobody has a key whose lease has ended",
         keys=[held(expires_at=At(-3))],
         reply=[(0,)],
         after={"k": {"last_ticket": 12}},
     ),
-    Case(
-        "announce",
+    _announce(
         "nor one that was given back, whatever its row says of the end",
         keys=[free(expires_at=At(20))],
         reply=[(0,)],
         after={"k": {"last_ticket": 12}},
     ),
-    Case("announce", "a later ticket stays the last", keys=[held(last_ticket=15)], reply=[(Left(20, 1000),)]),
-    Case("announce", "not one that has been passed over", keys=[held(last_ticket=15, served_ticket=12)]),
-    Case("announce", "nothing where there is no row", keys=[held("j")]),
+    _announce("a later ticket stays the last", keys=[held(last_ticket=15)], reply=[(Left(20, 1000),)]),
+    _announce("not one that has been passed over", keys=[held(last_ticket=15, served_ticket=12)]),
+    _announce("nothing where there is no row", keys=[held("j")]),
 )
 
+_queue_status = partial(Case, "queue_status")
 _LOOK: Final = (
-    Case(
-        "queue_status",
+    _queue_status(
         "a waiter that is not ahead, and not served",
         keys=[held(owner="other", last_ticket=12), held("j", served_ticket=0)],
         places=[waiter("w", 11), waiter("me", 12)],
         reply=[(0, Left(20), 11, 12, 1, 1)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "one that was served",
         keys=[held(last_ticket=12, served_ticket=12, expires_at=At(4))],
         places=[waiter("me", 12)],
         reply=[(1, Left(4), 13, 12, 0, 1)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "one whose place has ended has none",
         keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 12, expires_at=At(-0.5))],
         reply=[(0, Left(20), 11, 12, 0, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "one whose place is gone, before a free key",
         keys=[free(last_ticket=12)],
         places=[waiter("w", 12)],
         reply=[(0, Left(-5), 11, 12, 0, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "nothing remains of a free key although the clock was set back after its release",
         keys=[free(expires_at=At(100))],
         reply=[(0, NOTHING, 11, 10, 0, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "nothing remains of a lease that has ended",
         keys=[held(owner="other", expires_at=At(-3))],
         reply=[(0, Left(-3), 11, 10, 0, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "before it are the living of its key only, who were not served and came earlier",
         keys=[held("j", served_ticket=0, last_ticket=12), held(owner="other", last_ticket=16)],
         places=[
@@ -192,16 +184,14 @@ _LOOK: Final = (
         given={"ticket": 15},
         reply=[(0, Left(20), 11, 16, 2, 1)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "sixteen at most are counted",
         keys=[held(owner="other", last_ticket=40)],
         places=[waiter(f"w{n}", n) for n in range(11, 30)],
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 16, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "of the sixteen nearest before it the living are counted",
         keys=[held(owner="other", last_ticket=40)],
         places=[
@@ -211,23 +201,21 @@ _LOOK: Final = (
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 2, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "somebody may be before sixteen who are dead",
         keys=[held(owner="other", last_ticket=40)],
         places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 27)],
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 1, 0)],
     ),
-    Case(
-        "queue_status",
+    _queue_status(
         "nobody is before fifteen who are dead",
         keys=[held(owner="other", last_ticket=40)],
         places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 26)],
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 0, 0)],
     ),
-    Case("queue_status", "nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
+    _queue_status("nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
 )
 
 _TWO: Final = (waiter("v", 12), waiter("w", 11))
@@ -292,6 +280,9 @@ HERE, THERE = "dblock_00000001_", "dblock_00000000_0123456789abcdef.5"
 """What the channels of this machine begin with, and a channel of another one."""
 
 
+_grant = partial(Case, "grant")
+
+
 def _covered(
     behaviour: str,
     covered: bool,
@@ -305,8 +296,7 @@ def _covered(
 ) -> Iterator[Case]:
     """A grant by a holder waits for the disk, unless the holder's own lease covers it until then."""
     said: Any = ... if ttl == lasts else round((lasts + 1) * 1000) if covered else 0  # it joined a second ago
-    yield Case(
-        "grant",
+    yield _grant(
         f"a holder hands over what it holds, {behaviour}",
         keys=[held(last_ticket=12, fence=fence, expires_at=At(left), reading=reading[0])],
         places=[waiter("w", 11, ttl=ttl, channel=channel, reading=reading[1])],
@@ -328,7 +318,7 @@ def _covered(
 
 def _refuses(behaviour: str, *, heir: str = "w", given: Any = None, **case: Any) -> Case:
     """Nobody is served."""
-    return Case("grant", behaviour, given={**(given or {}), "heir": heir}, **case)
+    return _grant(behaviour, given={**(given or {}), "heir": heir}, **case)
 
 
 def _grants_past_leavers(isolation: str) -> Iterator[Case]:
@@ -341,8 +331,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     yield _refuses(
         f"nor when it has left ({isolation})", **leaver, beside=leaving, commits=True, after={"w": None}, on=MYSQL
     )
-    yield Case(
-        "grant",
+    yield _grant(
         f"when it has left, the next one is ({isolation})",
         **leaver,
         beside=leaving,
@@ -448,8 +437,7 @@ _GRANT: Final = (
     ),
     *_grants_past_leavers("REPEATABLE READ"),
     *_grants_past_leavers("READ COMMITTED"),
-    Case(
-        "grant",
+    _grant(
         "a waiter that is being served cannot leave before it is",
         keys=[_WAITED],
         places=_TWO,
@@ -458,8 +446,7 @@ _GRANT: Final = (
         then=[Do("leave_queue", owners("v"), DONE), Do("leave_queue", owners("w"), HINDERED)],
         on=SERVERS,
     ),
-    Case(
-        "grant",
+    _grant(
         "nor can its place be kept: what a heartbeat says of it is no more true",
         keys=[_WAITED],
         places=_TWO,
@@ -468,32 +455,28 @@ _GRANT: Final = (
         then=[Do("heartbeat", owners("v")), Do("heartbeat", owners("w"), HINDERED)],
         on=SERVERS,
     ),
-    Case(
-        "grant",
+    _grant(
         "no call for who does not listen",
         **_HERE,
         places=_TWO,
         reply=[(11, "", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
-    Case(
-        "grant",
+    _grant(
         "nor for who listens in the neighbourhood",
         **_HERE,
         places=[waiter("w", 11, channel=f"{HERE}0123456789abcdef.5")],
         reply=[(11, f"{HERE}0123456789abcdef.5", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
-    Case(
-        "grant",
+    _grant(
         "nor by a name that no process of the lock listens by",
         **_HERE,
         places=[waiter("w", 11, channel="pg_wal")],
         reply=[(11, "pg_wal", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
-    Case(
-        "grant",
+    _grant(
         "who listens elsewhere is called",
         **_HERE,
         places=[waiter("w", 11, channel=THERE)],
@@ -515,31 +498,28 @@ _LISTENING: Final = [
     waiter("x", 11, lock_key="j", channel="elsewhere"),
 ]
 
+_first_waiter = partial(Case, "first_waiter")
 _FIRST: Final = (
-    Case(
-        "first_waiter",
-        "the first live waiter from a ticket on, and where it listens",
-        places=_LISTENING,
-        reply=[(12, "right", "w")],
+    _first_waiter(
+        "the first live waiter from a ticket on, and where it listens", places=_LISTENING, reply=[(12, "right", "w")]
     ),
-    Case(
-        "first_waiter",
+    _first_waiter(
         "so it is if the index is not what finds it",
         places=_LISTENING,
         reply=[(12, "right", "w")],
         session="enable_indexscan = off",
         on=POSTGRESQL,
     ),
-    Case("first_waiter", "nobody", places=_LISTENING, given={"first": 14}),
+    _first_waiter("nobody", places=_LISTENING, given={"first": 14}),
 )
 
 _TIME_IS_UP: Final = [(0, "")]
+_sleep_until_killed = partial(Case, "sleep_until_killed")
 _CALL: Final = (
     Case("call", "is sent", given={"channel": "there:5", "message": "hello"}, reply=[(...,)], on=POSTGRESQL),
     Case("unlogged", "is not refused", on=MYSQL),
     Case("listen", "the session has the name", given={"channel": "a name"}, reply=[(1,)], on=MYSQL),
-    Case(
-        "sleep_until_killed",
+    _sleep_until_killed(
         "who has been granted what they wait for",
         keys=[held(owner="w"), held("j", owner="x"), held("i", owner="me")],
         places=[*_LISTENING, waiter("me", 13, lock_key="i")],
@@ -547,17 +527,10 @@ _CALL: Final = (
         reply=[(12, "k"), (11, "j")],
         on=MYSQL,
     ),
-    Case(
-        "sleep_until_killed",
-        "nobody yet",
-        keys=[held()],
-        places=_LISTENING,
-        given={"places": '[["k", 12]]'},
-        reply=_TIME_IS_UP,
-        on=MYSQL,
+    _sleep_until_killed(
+        "nobody yet", keys=[held()], places=_LISTENING, given={"places": '[["k", 12]]'}, reply=_TIME_IS_UP, on=MYSQL
     ),
-    Case(
-        "sleep_until_killed",
+    _sleep_until_killed(
         "of another key",
         keys=[held(owner="w")],
         places=_LISTENING,
@@ -566,14 +539,8 @@ _CALL: Final = (
         on=MYSQL,
     ),
     *(
-        Case(
-            "sleep_until_killed",
-            behaviour,
-            keys=keys,
-            places=_LISTENING,
-            given={"places": asked},
-            reply=_TIME_IS_UP,
-            on=MYSQL,
+        _sleep_until_killed(
+            behaviour, keys=keys, places=_LISTENING, given={"places": asked}, reply=_TIME_IS_UP, on=MYSQL
         )
         for behaviour, keys, asked in (
             ("of another ticket", [held(owner="w")], '[["k", 13]]'),
@@ -581,29 +548,29 @@ _CALL: Final = (
             ("who waits for another key", [held("j", owner="w")], '[["j", 12]]'),
         )
     ),
-    Case("sleep_until_killed", "of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
+    _sleep_until_killed("of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
 )
 
+_accept = partial(Case, "accept")
 _ACCEPT: Final = (
-    Case(
-        "accept",
+    _accept(
         "the tenure counts from now, and the lease lasts a whole life",
         keys=[held(expires_at=At(3)), held("j", expires_at=At(3))],
         reply=[(7,)],
         after={"k": {"acquired_at": NOW, "expires_at": At(61)}},
     ),
     *lasts_longer("accept", [(7,)], {"acquired_at": NOW}),
-    Case("accept", "one that has ended is not revived", keys=[held(expires_at=At(-0.5))], places=[waiter("me", 12)]),
-    Case("accept", "not another owner's", keys=[held(owner="other")], places=[waiter("me", 12)]),
-    Case("accept", "not another key's", keys=[held("j")], places=[waiter("me", 12)]),
-    Case("accept", "not that of a free key", keys=[free()], places=[waiter("me", 12)]),
+    _accept("one that has ended is not revived", keys=[held(expires_at=At(-0.5))], places=[waiter("me", 12)]),
+    _accept("not another owner's", keys=[held(owner="other")], places=[waiter("me", 12)]),
+    _accept("not another key's", keys=[held("j")], places=[waiter("me", 12)]),
+    _accept("not that of a free key", keys=[free()], places=[waiter("me", 12)]),
 )
 
 _INHERITED: Final = {**NEW, "owner": "heir", "ttl": 60.0, "reading": 0}
 
+_adopt_place = partial(Case, "adopt_place")
 _INHERIT: Final = (
-    Case(
-        "adopt_place",
+    _adopt_place(
         "the place is another flow's, as it was",
         keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 11), waiter("w", 12)],
@@ -618,10 +585,9 @@ _INHERIT: Final = (
             },
         },
     ),
-    Case("adopt_place", "not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
-    Case("adopt_place", "not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),
-    Case(
-        "adopt_place",
+    _adopt_place("not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
+    _adopt_place("not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),
+    _adopt_place(
         "not one that was served",
         keys=[free("j", served_ticket=3), free(last_ticket=12, served_ticket=11)],
         places=[waiter("me", 11), waiter("w", 12)],
@@ -641,6 +607,9 @@ _RELAYED: Final = {
 }
 
 
+_hand_over_local = partial(Case, "hand_over_local")
+
+
 def _covered_here(
     behaviour: str,
     left: float,
@@ -656,8 +625,7 @@ def _covered_here(
     end = lasts or left
     before, now = reading
     expires_at = (At if lasts else Left)(end) if covered else At(61)
-    yield Case(
-        "hand_over_local",
+    yield _hand_over_local(
         f"a holder hands over what it holds, {behaviour}",
         keys=[held(fence=fence, expires_at=At(left), reading=before)],
         given={"fence": fence, "covers": covers, "reading": now},
@@ -669,12 +637,8 @@ def _covered_here(
 
 
 _RELAY: Final = (
-    Case(
-        "hand_over_local",
-        "the next tenure begins",
-        keys=[held(count=2), held("j")],
-        reply=[(CLOCK, ...)],
-        after={"k": _RELAYED},
+    _hand_over_local(
+        "the next tenure begins", keys=[held(count=2), held("j")], reply=[(CLOCK, ...)], after={"k": _RELAYED}
     ),
     *_covered_here("without waiting for the disk, for what is left of its lease", 50),
     *_covered_here("for as long as was asked for, where more is left", 90, lasts=61),
@@ -684,45 +648,36 @@ _RELAY: Final = (
     *_covered_here("waiting, by a reader to a writer", 50, reading=(1, 0), covered=False),
     *_covered_here("without, by a writer to a writer", 50, reading=(0, 0)),
     *_covered_here("without, by a reader to a reader", 50, reading=(1, 1)),
-    Case(
-        "hand_over_local",
+    _hand_over_local(
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[held(fence=AHEAD)],
         given={"fence": AHEAD},
         reply=[(AHEAD + 1, ...)],
         after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
-    Case("hand_over_local", "not another key's tenure", keys=[held()], given={"key": "j"}),
-    Case("hand_over_local", "not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),
-    Case(
-        "hand_over_local",
+    _hand_over_local("not another key's tenure", keys=[held()], given={"key": "j"}),
+    _hand_over_local("not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),
+    _hand_over_local(
         "a reader's tenure, to a writer",
         keys=[held(kind=1, reading=1)],
         given={"kind": 1, "reading": 0},
         reply=[(CLOCK, ...)],
         after={"k": {**_RELAYED, "reading": 0}},
     ),
-    Case("hand_over_local", "not another owner's", keys=[held(owner="other")]),
-    Case("hand_over_local", "not a later one of the same owner", keys=[held(fence=8)]),
-    Case("hand_over_local", "not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
-    Case("hand_over_local", "not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
-    Case(
-        "hand_over_local",
+    _hand_over_local("not another owner's", keys=[held(owner="other")]),
+    _hand_over_local("not a later one of the same owner", keys=[held(fence=8)]),
+    _hand_over_local("not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
+    _hand_over_local("not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
+    _hand_over_local(
         "if a turn is left, then too",
         keys=[held(last_ticket=11)],
         given={"handovers_left": 1},
         reply=[(CLOCK, ...)],
         after={"k": _RELAYED},
     ),
-    Case(
-        "hand_over_local",
-        "a turn that is left makes no tenure",
-        keys=[held(owner="other")],
-        given={"handovers_left": 1},
-    ),
-    Case("hand_over_local", "not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
-    Case(
-        "hand_over_local",
+    _hand_over_local("a turn that is left makes no tenure", keys=[held(owner="other")], given={"handovers_left": 1}),
+    _hand_over_local("not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
+    _hand_over_local(
         "another key's pin is no obstacle",
         keys=[held(), held("j")],
         beside=[Do("pin", {"key": "j"})],
@@ -747,10 +702,13 @@ _QUIT: Final = (
 _KEYS: Final[Any] = [held(owner="other", last_ticket=13)]
 
 
+_heartbeat = partial(Case, "heartbeat")
+
+
 def _beats(behaviour: str, *named: str, **case: Any) -> Iterator[Case]:
     """A heartbeat answers whom it kept; on MySQL how many."""
-    yield Case("heartbeat", behaviour, **case, reply=[(name,) for name in named], on=("postgresql", "sqlite"))
-    yield Case("heartbeat", behaviour, **case, reply=DONE * len(named), on=MYSQL)
+    yield _heartbeat(behaviour, **case, reply=[(name,) for name in named], on=("postgresql", "sqlite"))
+    yield _heartbeat(behaviour, **case, reply=DONE * len(named), on=MYSQL)
 
 
 _BEAT: Final = (
@@ -775,8 +733,7 @@ _BEAT: Final = (
         places=[waiter("me", 11, expires_at=At(-0.5))],
         given=owners("me"),
     ),
-    Case(
-        "heartbeat",
+    _heartbeat(
         "nor does one that was served last for longer, whatever was served of other keys",
         keys=[held(last_ticket=13, served_ticket=12), held("j", served_ticket=3)],
         places=[waiter("me", 12), waiter("v", 13), waiter("w", 9, lock_key="j")],
@@ -795,12 +752,14 @@ _LINK: Final = ("me", "j", 11, "me host", 11, "me thread", _FLOW + "2", "circle 
 """`me` waits for `j`, which that flow holds."""
 
 
+_chains = partial(Case, "chain")
+
+
 def _nobody_waits(behaviour: str, holder: Any = None, **place: Any) -> Iterator[Case]:
     """Nobody waits for anybody: at the beginning of a chain, and at its second link."""
     key, waiting = holder or held(owner="other"), waiter(_NAME, 11, **place)
-    yield Case("chain", f"it begins {behaviour}", keys=[key], places=[waiting], given={"owner": _NAME})
-    yield Case(
-        "chain",
+    yield _chains(f"it begins {behaviour}", keys=[key], places=[waiting], given={"owner": _NAME})
+    yield _chains(
         f"it goes on {behaviour}",
         keys=[held("j", owner=_FLOW + "2"), key],
         places=[waiter("me", 11, lock_key="j"), waiting],
@@ -810,8 +769,7 @@ def _nobody_waits(behaviour: str, holder: Any = None, **place: Any) -> Iterator[
 
 def _chain(behaviour: str, keys: Any, places: Any, *others: tuple[Any, ...]) -> Case:
     """A chain that begins with `me`."""
-    return Case(
-        "chain",
+    return _chains(
         behaviour,
         keys=[held("j", owner=_FLOW + "2"), *keys],
         places=[waiter("me", 11, lock_key="j"), *places],
@@ -846,32 +804,31 @@ _CHAIN: Final = (
     _chain("it ends with a flow that waits for nothing", [held(owner="other")], [waiter("w", 11)]),
     _chain("not with a flow whose name is lower", [held(owner="other")], [waiter("7" * (FLOW + 1), 11)]),
     _chain("not with a flow whose name is higher", [held(owner="other")], [waiter("9" * (FLOW + 1), 11)]),
-    Case("chain", "nothing for who is in no queue", keys=[held(owner="other")], places=[waiter("w", 11)]),
+    _chains("nothing for who is in no queue", keys=[held(owner="other")], places=[waiter("w", 11)]),
 )
 
+_confirm = partial(Case, "confirm")
 _CONFIRM: Final = (
-    Case(
-        "confirm",
+    _confirm(
         "a waiter says which circle it sees itself in",
         keys=[held(owner="other"), held("j")],
         places=[waiter("me", 11), waiter("w", 12), waiter("ME", 11, lock_key="j")],
         reply=DONE,
         after={"me": {"circle": "new circle"}},
     ),
-    Case("confirm", "not one that is dead", places=[waiter("me", 11, expires_at=At(-0.5))]),
-    Case("confirm", "nor one that has gone", places=[waiter("w", 11)]),
+    _confirm("not one that is dead", places=[waiter("me", 11, expires_at=At(-0.5))]),
+    _confirm("nor one that has gone", places=[waiter("w", 11)]),
 )
 
+_clear = partial(Case, "clear")
 _CLEAR: Final = (
-    Case(
-        "clear",
+    _clear(
         "a queue of nobody",
         keys=[free(last_ticket=12), free("j", last_ticket=12)],
         reply=DONE,
         after={"k": {"served_ticket": 12}},
     ),
-    Case(
-        "clear",
+    _clear(
         "a queue of the dead, of those who were served, and of another key's",
         keys=[free(last_ticket=12)],
         places=[
@@ -882,11 +839,10 @@ _CLEAR: Final = (
         reply=DONE,
         after={"k": {"served_ticket": 12}},
     ),
-    Case("clear", "not if somebody is alive", keys=[free(last_ticket=12)], places=[waiter("w", 12)]),
-    Case("clear", "not if somebody came since", keys=[free(last_ticket=13)]),
-    Case("clear", "nothing to be done where all are served", keys=[free(last_ticket=12, served_ticket=12)]),
-    Case(
-        "clear",
+    _clear("not if somebody is alive", keys=[free(last_ticket=12)], places=[waiter("w", 12)]),
+    _clear("not if somebody came since", keys=[free(last_ticket=13)]),
+    _clear("nothing to be done where all are served", keys=[free(last_ticket=12, served_ticket=12)]),
+    _clear(
         "not if somebody comes meanwhile",
         keys=[free(last_ticket=12)],
         beside=[Do("join", {}, [(...,)]), Do("announce", {"ticket": 13}, [(0,)])],

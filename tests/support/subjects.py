@@ -7,6 +7,7 @@ a test can be two holders at once and stay a plain function.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import os
 import queue
@@ -145,7 +146,8 @@ class Actor:
         self._start: Callable[[Callable[[], Any], Future[Any]], None]
         if subject.face == "sync":
             self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            threading.Thread(target=self._serve, daemon=True).start()
+            self._thread = threading.Thread(target=self._serve, daemon=True)
+            self._thread.start()
             self._start = lambda function, done: self._work.put((function, done))
         else:
             inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -161,6 +163,14 @@ class Actor:
             self._work.put(None)
         else:
             self._task.cancel()
+
+    def end(self) -> None:
+        """End the flow, and wait until it is over."""
+        self.close()
+        if self.subject.face == "sync":
+            self._thread.join(30)
+        else:
+            _ = concurrent.futures.wait([self._task], 30)
 
     def start(self, function: Callable[[], Any]) -> Future[Any]:
         """Begin `function` (its result is awaited if it can be) without waiting for its end."""

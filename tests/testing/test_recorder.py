@@ -18,7 +18,7 @@ from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
 from tests.contract.test_semaphore import semaphore
-from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews
+from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -128,8 +128,7 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
     lock = subject.lock("k", ttl=0.6)
     with testing.frozen_renewal():
         assert actor.call(lock, "acquire")
-        time.sleep(0.65)
-        assert actor.get(lock, "state") == "lost"
+        assert until(lambda: actor.get(lock, "state") == "lost")
     with pytest.raises(LockLost):
         actor.call(lock, "release")
     other = subject.lock("k", ttl=2)
