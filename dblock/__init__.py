@@ -39,11 +39,20 @@ if TYPE_CHECKING:
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
+    from dblock.kinds import (
+        acheck_sequencer,
+        areap,
+        arelease_all,
+        check_sequencer,
+        db_lock,
+        db_rwlock,
+        reap,
+        release_all,
+    )
     from dblock.leaders import db_leader
-    from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
     from dblock.majority.protocol import QuorumUnavailable
+    from dblock.place import Lock
     from dblock.quorum import QuorumLock, db_quorum_lock
-    from dblock.rwlocks import ReadLock, WriteLock, db_rwlock
     from dblock.semaphores import Permit, db_semaphore
     from dblock.several import Locks, db_locks
     from dblock.signals import (
@@ -120,20 +129,22 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
-        "dblock.locks": (
-            "Lock",
+        "dblock.kinds": (
+            "ReadLock",
+            "WriteLock",
             "acheck_sequencer",
             "areap",
             "arelease_all",
             "check_sequencer",
             "db_lock",
+            "db_rwlock",
             "reap",
             "release_all",
         ),
         "dblock.leaders": ("db_leader",),
         "dblock.several": ("Locks", "db_locks"),
         "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
-        "dblock.rwlocks": ("ReadLock", "WriteLock", "db_rwlock"),
+        "dblock.place": ("Lock",),
         "dblock.semaphores": ("Permit", "db_semaphore"),
         "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
         "dblock.core.observing.observers": ("observe",),
@@ -145,7 +156,7 @@ _HOMES = {
     for name in names
 }
 _DJANGO = {
-    *("dblock.leaders", "dblock.locks", "dblock.quorum", "dblock.rwlocks", "dblock.semaphores", "dblock.several"),
+    *("dblock.kinds", "dblock.leaders", "dblock.place", "dblock.quorum", "dblock.semaphores", "dblock.several"),
     "dblock.signals",
 }
 """Modules that need Django."""

@@ -48,13 +48,13 @@ from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
-from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
 from dblock.operating.statements import vocabulary
 from dblock.operating.timeline import Holding, timeline, told
 from dblock.operating.wording import moment, named, span
+from dblock.place import default_alias
 from dblock.store import store_for
 
 

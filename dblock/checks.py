@@ -207,7 +207,7 @@ _READ_ONLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 def _locks_connection() -> BaseDatabaseWrapper | None:
     """Where the locks live; None if the settings do not say so, which is told elsewhere."""
-    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
+    from dblock.place import default_alias  # noqa: PLC0415 - needs the settings
 
     if not isinstance(conf.given(), dict):
         return None

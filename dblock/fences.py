@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 from dblock.core.lock.fencing import fence_of
 
 if TYPE_CHECKING:
-    from dblock.locks import Lock
+    from dblock.place import Lock
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack, overload
 
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.leading import AsyncLeader, Options, SyncLeader, aenter
-from dblock.locks import Lock
+from dblock.place import Lock
 
 
 class Leader(SyncLeader):

@@ -7,13 +7,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
-from dblock import signals
-from dblock.core.errors import Reason
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.locks import enter
-from dblock.locks import Lock
 from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
+from dblock.place import Lock
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,18 +41,6 @@ class QuorumLock(SyncQuorumLock):
         if inspect.iscoroutinefunction(function):
             return AsyncQuorumLock.__call__(self, function)
         return super().__call__(function)
-
-    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        calls = super()._who_hears_of_loss(reason)
-        if signals.lock_lost.has_listeners(type(self)):
-            calls.append(functools.partial(signals.lock_lost.send_robust, type(self), lock=self, reason=reason))
-        return calls
-
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        calls = super()._who_hears_of_risk()
-        if signals.lock_at_risk.has_listeners(type(self)):
-            calls.append(functools.partial(signals.lock_at_risk.send_robust, type(self), lock=self))
-        return calls
 
 
 def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]) -> QuorumLock:

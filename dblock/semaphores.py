@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
-from dblock.locks import Lock, Options
+from dblock.place import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from dblock.core.lock.locks import refuses
 from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.validation import valid_timeout
 from dblock.guarded import NO_BEGIN, Atomic
-from dblock.locks import Lock, Options
+from dblock.place import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -217,14 +217,14 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
 def known_stores() -> list[DjangoStore]:
     """Those that have been asked for."""
     store_override = runtime.current.store_override
-    return list(_stores.values()) if store_override is None else [store_override(None)]
+    return list(_stores.values()) if store_override is None else [store_override]
 
 
-def store_for(alias: str, lock: object = None) -> DjangoStore:
-    """The one store of an alias, however many threads ask at once; in a test perhaps another, by the lock object."""
+def store_for(alias: str) -> DjangoStore:
+    """The one store of an alias, however many threads ask at once; in a test perhaps that of all."""
     found = _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))
-    store_override = runtime.current.store_override
-    return found if store_override is None else cast("DjangoStore", store_override(lock))
+    store_override: DjangoStore | None = runtime.current.store_override
+    return found if store_override is None else store_override
 
 
 _stores: dict[str, DjangoStore] = {}

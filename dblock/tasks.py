@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from dblock.locks import default_alias, reaped
+from dblock.kinds import reaped
+from dblock.place import default_alias
 
 
 @shared_task(name="dblock.reap_expired")  # type: ignore[untyped-decorator]

@@ -34,22 +34,27 @@ from dblock.core.errors import (
 )
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
-from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
     from dblock.core.observing.observers import observe
     from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
-    from sqlalchemy_dblock.leaders import db_leader
-    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
-    from sqlalchemy_dblock.rwlocks import (
+    from sqlalchemy_dblock.kinds import (
         AsyncReadLock,
         AsyncWriteLock,
         ReadLock,
         WriteLock,
+        attach,
+        check_sequencer,
+        db_lock,
         db_rwlock,
+        reap,
+        release_all,
     )
+    from sqlalchemy_dblock.leaders import db_leader
+    from sqlalchemy_dblock.place import AsyncLock, Lock
+    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.semaphores import AsyncPermit, Permit, db_semaphore
     from sqlalchemy_dblock.several import AsyncLocks, Locks, db_locks
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
@@ -117,17 +122,15 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
+        "sqlalchemy_dblock.kinds": (
+            *("AsyncReadLock", "AsyncWriteLock", "ReadLock", "WriteLock", "attach", "check_sequencer", "db_lock"),
+            *("db_rwlock", "reap", "release_all"),
+        ),
+        "sqlalchemy_dblock.place": ("AsyncLock", "Lock"),
         "sqlalchemy_dblock.table": ("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"),
         "sqlalchemy_dblock.leaders": ("db_leader",),
         "sqlalchemy_dblock.several": ("AsyncLocks", "Locks", "db_locks"),
         "sqlalchemy_dblock.quorum": ("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"),
-        "sqlalchemy_dblock.rwlocks": (
-            "AsyncReadLock",
-            "AsyncWriteLock",
-            "ReadLock",
-            "WriteLock",
-            "db_rwlock",
-        ),
         "sqlalchemy_dblock.semaphores": ("AsyncPermit", "Permit", "db_semaphore"),
         "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
         "sqlalchemy_dblock.creating": ("create_tables",),
@@ -136,7 +139,7 @@ _HOMES = {
     }.items()
     for name in names
 }
-"""Modules that load much of SQLAlchemy (the dialects, the ORM), or that few applications need."""
+"""Modules that are loaded when one of their names is used."""
 
 
 if not TYPE_CHECKING:  # type checkers see every name
@@ -144,7 +147,8 @@ if not TYPE_CHECKING:  # type checkers see every name
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from dblock.core.protocol.sending import pauses
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own, rest
-from sqlalchemy_dblock.face import _sync_engine
+from sqlalchemy_dblock.place import sync_engine
 from sqlalchemy_dblock.table import metadata_for
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def create_tables(engine: Engine | AsyncEngine) -> Coroutine[Any, Any, None] | N
 
     Raises SQLAlchemy's error if the database refuses, for lack of rights for example.
     """
-    inner = _sync_engine(engine)
+    inner = sync_engine(engine)
     if inner is not engine:
         return in_greenlet_of_its_own(_create, inner)
     _create(inner)

@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
 from dblock.core.lock.locks import refuse_interrupt
-from sqlalchemy_dblock.face import db_lock
+from sqlalchemy_dblock.kinds import db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from dblock.majority import locks as core
 from dblock.majority.locks import SyncQuorumLock
 from dblock.majority.options import Options
-from sqlalchemy_dblock.face import AsyncLock, Lock, _sync_engine
+from sqlalchemy_dblock.place import AsyncLock, Lock, sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -50,7 +50,7 @@ def db_quorum_lock(engines: Any, key: str, **options: Any) -> Any:  # noqa: D417
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         raise TypeError(f"db_quorum_lock() takes a list of engines, not {engines!r}")
-    inner = [_sync_engine(engine) for engine in engines]
+    inner = [sync_engine(engine) for engine in engines]
     sync = {isinstance(engine, Engine) for engine in engines}
     if len(sync) > 1:
         raise TypeError("Engines and AsyncEngines cannot be mixed in one lock: one of them blocks")

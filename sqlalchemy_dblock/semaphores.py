@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from dblock.core.lock import permits as core
 from dblock.core.lock.permits import IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
-from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
+from sqlalchemy_dblock.place import AsyncLock, Lock, Options, sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -75,7 +75,7 @@ def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **option
         WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(engine, "db_semaphore")
-    inner = _sync_engine(engine)
+    inner = sync_engine(engine)
     if inner is engine:
         return Semaphore(partial(Permit, inner), key, permits, **options)
     return AsyncSemaphore(partial(AsyncPermit, inner), key, permits, **options)

@@ -10,7 +10,8 @@ from sqlalchemy import Engine
 from dblock.core.lock import several
 from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_key, valid_timeout
-from sqlalchemy_dblock.face import AsyncBegins, AsyncLock, Begins, Lock, Options, _sync_engine, db_lock
+from sqlalchemy_dblock.kinds import db_lock
+from sqlalchemy_dblock.place import AsyncBegins, AsyncLock, Begins, Lock, Options, sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -67,7 +68,7 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
     if not (made and made[0] is first):
         engine: Any = first
-        _ = _sync_engine(engine)
+        _ = sync_engine(engine)
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")

@@ -193,7 +193,7 @@ def own_store(engine: Engine) -> EngineStore:
 def store_for(engine: Engine) -> EngineStore:
     """The store of an engine; in a test perhaps its replacement."""
     store, store_override = own_store(engine), runtime.current.store_override
-    return store if store_override is None else cast("EngineStore", store_override(None))
+    return store if store_override is None else cast("EngineStore", store_override)
 
 
 def described(url: URL) -> str:

@@ -47,7 +47,7 @@ def _lock(bind: Any, timeout: float) -> Any:
         from sqlalchemy_dblock import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
 
         return over_engine(bind, key, **options)
-    from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
+    from dblock.kinds import db_lock  # noqa: PLC0415 - needs Django
 
     return db_lock(key, using=bind, release="now", **options)
 

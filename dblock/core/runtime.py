@@ -46,8 +46,8 @@ class Runtime:
         self.watchdog = Watchdog(self.flows, self._give_back, self._withdraw, self._prune)
         self.acquire_hooks: list[Callable[[Any, float | None, Steps[Any]], Steps[Any]]] = []
         """In a test: hooks that wrap the steps of each acquire, given the lock object, the timeout and the steps."""
-        self.store_override: Callable[[Any], Any] | None = None
-        """In a test: gives the store to use in place of a lock object's own; for None, of any."""
+        self.store_override: Any = None
+        """In a test: the store of all locks, in place of their own."""
         self._pools: MutableSet[AutocommitPool] = WeakSet()
         self._of_parents: list[Any] = []
         """In a forked child: the parent's connections, kept so that none is finalized."""

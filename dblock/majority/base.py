@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost, LockTimeout, Loss, Reason, UnsupportedDatabase
-from dblock.core.holding.flow import Entry, Flow, Hold
+from dblock.core.holding.flow import Entry, Flow, Hold, HoldObserver
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.locks import refuses
+from dblock.core.lock.place import Place
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps, undone
 from dblock.core.runtime import current_flow
@@ -28,7 +29,7 @@ from dblock.core.values import LockInfo, Seconds
 from dblock.majority import protocol
 from dblock.majority.asking import the_asks
 from dblock.majority.attempts import Attempts
-from dblock.majority.held import Held, Place
+from dblock.majority.held import Databases, Held
 from dblock.majority.member import Member, answers, too_few
 from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
 
@@ -40,6 +41,29 @@ class _Refused(Refused):
     """The refusal of a majority, whose error says what each database has said."""
 
     error: LockTimeout
+
+
+class _Places(Place):
+    """The places of the databases; the first says what is the same of all."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places, self._first = places, places[0]
+
+    def store(self) -> Any:
+        stores = [place.store() for place in self._places]
+        return Databases(frozenset(stores), ", ".join(store.name for store in stores), stores[0].database)
+
+    def ttl(self) -> float:
+        return self._first.ttl()
+
+    def timeout(self) -> float | None:
+        return self._first.timeout()
+
+    def refuse_to_block(self) -> None:
+        self._first.refuse_to_block()
+
+    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
+        return self._first.receivers(lock, reason)
 
 
 class BaseQuorumLock(BaseLock):
@@ -58,9 +82,9 @@ class BaseQuorumLock(BaseLock):
             raise TypeError("a majority lock needs databases")
         answer = options.pop("answer", None)
         self._answer = None if answer is None else valid_ttl(answer, "answer", "the longest wait for one database,")
-        super().__init__(key, **options)
         rows = {name: given for name, given in options.items() if name in OF_ROWS}
         self._members = [each(key, release="now", **rows) for each in make]
+        super().__init__(_Places([each._place for each in self._members]), key, **options)
         self._last: Mapping[str, str] = MappingProxyType({})
         self._refuse_doubles()
         if len(make) == 1:
@@ -79,18 +103,6 @@ class BaseQuorumLock(BaseLock):
             if not store.renewable:
                 raise UnsupportedDatabase(f"{store.name} is in memory, where no other thread sees it")
             known.add(place)
-
-    # -- what a lock is to know of its databases
-
-    def _store(self) -> Any:
-        stores = [lock._store() for lock in self._members]
-        return Place(frozenset(stores), ", ".join(self.names), stores[0].database)
-
-    def _default_ttl(self) -> float:
-        return self._members[0]._default_ttl()
-
-    def _default_timeout(self) -> float | None:
-        return self._members[0]._default_timeout()
 
     # -- what is known without I/O
 

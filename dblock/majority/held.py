@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class Databases:
     """The databases of a majority lock, where a plain lock has its store; in whichever order they are given."""
 
     stores: frozenset[Store]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from dblock.core.errors import LockTimeout
 from dblock.core.lock import entering
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.locks import AsyncLock, SyncLock, Timeout, refuse_interrupt, refuses
-from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.values import LockInfo, Seconds
 from dblock.majority.base import BaseQuorumLock
 
@@ -18,10 +17,6 @@ T = TypeVar("T")
 
 class SyncQuorumLock(BaseQuorumLock, SyncLock):
     """A majority lock whose methods block the calling thread."""
-
-    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
-        driver: Any = self._members[0]
-        return driver._drive(steps, cancel)  # type: ignore[no-any-return]
 
     def _refuse_event_loop(self) -> None:
         """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""

@@ -31,13 +31,14 @@ from dblock.core.share_keys import valid_row_key
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH
 from dblock.core.values import SHARE
-from dblock.locks import default_alias, reap
+from dblock.kinds import reap
 from dblock.models import Lock
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo, WaiterInfo
 from dblock.operating.pins import pinned
 from dblock.operating.timeline import told
 from dblock.operating.wording import hidden, named, pin_told, span
+from dblock.place import default_alias
 from dblock.store import DjangoStore, store_for
 
 if TYPE_CHECKING:

@@ -245,13 +245,13 @@ def _taking_away(hold: Hold) -> Steps[None]:
 def _store(key: str, bind: Any) -> Any:
     """Where the locks of an alias or an engine live."""
     if runtime.current.store_override is not None:
-        return runtime.current.store_override(None)
+        return runtime.current.store_override
     if bind is not None and not isinstance(bind, str):
-        from sqlalchemy_dblock.face import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
+        from sqlalchemy_dblock.kinds import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
 
         return over_engine(bind, key)._store()
     try:
-        from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
+        from dblock.kinds import db_lock  # noqa: PLC0415 - needs Django
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
             raise

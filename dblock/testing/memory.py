@@ -250,7 +250,7 @@ class MemoryRuntime(Runtime):
         self.store, self.outer, self.acquire_hooks = store, outer, outer.acquire_hooks
         self.watchdog: MemoryWatchdog = MemoryWatchdog(self.flows, self._give_back, self._withdraw)
         self.watchdog.store = store
-        self.store_override = lambda _: store
+        self.store_override = store
         store.process = self
 
     def add_pool(self, pool: Any) -> None:

@@ -37,6 +37,7 @@ from dblock.core.errors import (
 )
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease
+from dblock.core.lock import place as places
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.executor import BaseStore
@@ -133,13 +134,18 @@ def renewals() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "dblock renewal"]
 
 
+class FakePlace(places.Place):
+    def __init__(self, store: FakeStore) -> None:
+        self._store = store
+
+    def store(self) -> FakeStore:
+        return self._store
+
+
 class FakeLock(SyncLock):
     def __init__(self, store: FakeStore, key: str = "k", **options: Any) -> None:
-        super().__init__(key, **options)
+        super().__init__(FakePlace(store), key, **options)
         self.store = store
-
-    def _store(self) -> FakeStore:
-        return self.store
 
 
 class Clock:
@@ -155,7 +161,7 @@ def local() -> Clock:
 
 
 def hold_of(local: Clock, **options: Any) -> Hold:
-    lock = BaseLock("k", ttl=30, **options)
+    lock = BaseLock(places.Place(), "k", ttl=30, **options)
     grant = Grant(TENURE, local.time, 30.0)
     return Hold(FakeStore(local), current_flow(), grant, Entry(lock, "acquire"), lock.options)
 
@@ -165,7 +171,7 @@ def test_the_callbacks_of_a_loss_are_found_though_its_block_ends(local: Clock) -
 
     def end() -> None: ...
 
-    lock, hold = BaseLock("k", ttl=30), hold_of(local)
+    lock, hold = BaseLock(places.Place(), "k", ttl=30), hold_of(local)
     hold.entries = [Entry(lock, "with", weakref.ref(end))]
     seen = hold.snapshot()
     del end

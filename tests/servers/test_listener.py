@@ -182,7 +182,7 @@ def test_a_listener_that_is_not_let_in(driver: str, monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as silent:
         kind = {"psycopg": "postgresql", "pymysql": "mysql"}[driver]
         engine = create_engine(f"{kind}+{driver}://root@127.0.0.1:{silent.getsockname()[1]}/x")
-        store = db_lock(engine, "k")._store()
+        store = db_lock(engine, "k")._place.store()
         begun = time.monotonic()
         with ThreadPoolExecutor(1) as pool, pytest.raises(store._errors):
             pool.submit(store.subscribe, "channel", Wakeups()).result(20)

@@ -116,7 +116,7 @@ def test_an_engine_of_these_times(locks: testing.Memory) -> None:
     outer = runtime.current.outer  # type: ignore[attr-defined]
     made = create_engine("sqlite:////nonexistent/another")
     lock = sqlalchemy_dblock.db_lock(made, "k")
-    assert set(outer.pools()) >= {lock._own_store._source}
+    assert set(outer.pools()) >= {lock._place._store._source}
     assert not runtime.current.pools()
 
 

@@ -21,6 +21,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import failures
+from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Cancel, Steps
@@ -29,7 +30,7 @@ from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
-from dblock.core.values import TTL, Grant, KeyKind, LockInfo, Seconds, State
+from dblock.core.values import Grant, KeyKind, LockInfo, Seconds, State
 
 if TYPE_CHECKING:
     from dblock.core.lock.key_template import Template
@@ -40,8 +41,6 @@ T = TypeVar("T")
 class BaseLock:
     """A lock object, apart from how its statements are run."""
 
-    _face_options: tuple[str, ...] = ()
-    """The options of `db_lock` that only this face has."""
     forked_from: int | None = None
     """The parent process, if it held this very object when it forked this process."""
     _skipped: bool | None = None
@@ -67,6 +66,7 @@ class BaseLock:
 
     def __init__(
         self,
+        place: Place,
         key: str,
         *unnamed: object,
         ttl: Seconds | None = None,
@@ -75,11 +75,12 @@ class BaseLock:
     ) -> None:
         if unnamed:
             raise TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {unnamed[0]!r}")
+        self._place = place
         self._key = valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
-            raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._face_options))
+            raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *place.options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
         """The open `with`s of this very object, in the order in which they were entered."""
@@ -92,37 +93,32 @@ class BaseLock:
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of the key, with the owner's token."""
-        return inspect(self._store().database, self._key)
+        return inspect(self._place.store().database, self._key)
 
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
         if hold.kind != self._kind or hold.reading > self._reading:
             raise failures.must_not_enter(self._key, self._kind, hold)
 
-    # -- what a face provides
-
     def _store(self) -> Store:
-        raise NotImplementedError
+        """The database of its row."""
+        return self._place.store()
 
-    def _opened(self, hold: Hold) -> None:
-        """Called when a tenure begins, to record what `_defers` will need."""
+    # -- what the watchdog and the end of a block ask
 
     def _defers(self, hold: Hold, *, last: bool) -> bool:
-        """Whether a transaction of the caller keeps the lock until it ends; if so, its end will release the lock.
-
-        `last`: no other entry is left.
-        """
-        return False
-
-    def _who_began(self) -> str:
-        """What may have begun the caller's transaction implicitly, as the end of a sentence."""
-        return ""
+        """Whether a transaction of the caller keeps the hold; `last`: no other entry is left."""
+        return self._place.defers(self, hold, last=last)
 
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_lost, self, reason)] if self.options.on_lost else []
+        on_lost = self.options.on_lost
+        own = [functools.partial(on_lost, self, reason)] if on_lost else []
+        return [*own, *self._place.receivers(self, reason)]
 
     def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_at_risk, self)] if self.options.on_at_risk else []
+        on_at_risk = self.options.on_at_risk
+        own = [functools.partial(on_at_risk, self)] if on_at_risk else []
+        return [*own, *self._place.receivers(self, None)]
 
     def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
         return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
@@ -142,26 +138,17 @@ class BaseLock:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             task.get_loop().call_soon_threadsafe(cancel)
 
-    def _default_ttl(self) -> float:
-        return TTL
-
-    def _default_timeout(self) -> float | None:
-        return 10.0
-
-    def _default_slow_wait(self) -> float:
-        return 5.0
-
     def _slow_wait(self) -> float:
         given = self.options.slow_wait
-        return self._default_slow_wait() if isinstance(given, EllipsisType) else given
+        return self._place.slow_wait() if isinstance(given, EllipsisType) else given
 
     @property
     def _ttl(self) -> float:
-        return self._default_ttl() if self._given_ttl is None else self._given_ttl
+        return self._place.ttl() if self._given_ttl is None else self._given_ttl
 
     @property
     def _timeout(self) -> float | None:
-        return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
+        return self._place.timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
     def _adrive(
         self, steps: Steps[T], cancel: Cancel | None = None, *, undisturbed: bool = False
@@ -292,7 +279,7 @@ class BaseLock:
         """A hold that an earlier call of `sync_to_async` in the same task acquired through this very object."""
         before = current_flow().before
         while before is not None:
-            hold = before.holds.get((self._store(), self._key))
+            hold = before.holds.get((self._place.store(), self._key))
             if hold is not None and hold.entered_by(self):
                 return hold
             before = before.before
@@ -310,7 +297,7 @@ class BaseLock:
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
         """The hold of this flow; `flow` is this flow if known."""
         holds = (flow or self._running_flow()).holds
-        hold = holds.get((self._store(), self._key)) if holds else None
+        hold = holds.get((self._place.store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
             # Another lock object took the key again after this object's tenure had ended, which stays lost.
             hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)

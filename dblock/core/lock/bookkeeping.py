@@ -88,7 +88,7 @@ def begin_hold(
             if over.lease.loss is not None and not over.can_be_released:  # its blocks have not left, and cannot
                 forget(over)
     try:
-        lock._opened(hold)
+        lock._place.opened(lock, hold)
         runtime.current.watchdog.add(hold)
         if (refused := runtime.current.watchdog.refused) is not None and hold.lease.renewing:
             why = f"no thread can be started to renew its lease: {refused}"

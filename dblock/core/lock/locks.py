@@ -131,6 +131,7 @@ class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
     def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
+        self._place.refuse_to_block()
         return drive(steps, cancel=cancel)
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:

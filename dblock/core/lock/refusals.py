@@ -109,6 +109,6 @@ def stale_snapshot(lock: BaseLock, hold: Hold) -> StaleSnapshot:
     return StaleSnapshot(
         f"this transaction began to read before {lock.key!r} (fence {hold.tenure.fence}) was taken, so that it "
         "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
-        f"before anything else in it, or use READ COMMITTED{lock._who_began()}",
+        f"before anything else in it, or use READ COMMITTED{lock._place.who_began()}",
         key=lock.key,
     )

@@ -1,0 +1,213 @@
+"""The place of Django's locks, a database alias and its transactions; and the lock that stands there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.core.signals import setting_changed
+from django.db import connections, router
+
+from dblock import conf, signals
+from dblock.async_code import SynchronousOnlyOperation, in_async_code
+from dblock.core.errors import Reason
+from dblock.core.holding.flow import Hold, HoldObserver
+from dblock.core.lock import operations
+from dblock.core.lock.blocks import Loaded, block_begin
+from dblock.core.lock.locks import AsyncLock, SyncLock, enter, refuses
+from dblock.core.lock.place import Place
+from dblock.core.options import Given
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.guarded import NO_BEGIN, Atomic
+from dblock.store import DjangoStore, pin, store_for
+from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Options(Given, total=False):
+    """The keyword arguments of `db_lock`, whose docstring explains them."""
+
+    using: str | None
+
+
+class DjangoPlace(Place):
+    """A database alias."""
+
+    options = ("using",)
+
+    def __init__(self, using: str | None) -> None:
+        self._using = using
+        if using is not None:
+            _ = store_for(using)
+
+    @functools.cached_property
+    def using(self) -> str:
+        """The alias; by default that of the settings or the routers, which are asked when it is first used."""
+        return self._using or default_alias()
+
+    def store(self) -> DjangoStore:
+        """That of the alias."""
+        return store_for(self.using)
+
+    def ttl(self) -> float:
+        """By the settings."""
+        return conf.ttl()
+
+    def timeout(self) -> float | None:
+        """By the settings."""
+        return conf.timeout()
+
+    def slow_wait(self) -> float:
+        """By the settings."""
+        return conf.slow_wait()
+
+    def refuse_to_block(self) -> None:
+        """Raise SynchronousOnlyOperation in code that awaits."""
+        if in_async_code():
+            raise SynchronousOnlyOperation(
+                "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
+                "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
+            )
+
+    def opened(self, lock: HoldObserver, hold: Hold) -> None:
+        """Record the atomic() blocks that are open; one on SQLite may undo the take."""
+        if in_async_code():
+            return
+        if lock.options.release == "auto":
+            hold.transactions = open_blocks()
+        if hold.store.database.dialect.single_writer and connections[self.using].in_atomic_block:
+            follow_rollbacks(hold, connections[self.using])
+
+    def defers(self, lock: HoldObserver, hold: Hold, *, last: bool) -> bool:
+        """Whether an atomic() that was open when the tenure began is open still; its end releases."""
+        if not last or lock.options.release == "now" or in_async_code():
+            return False
+        if not hold.transactions and hold.store.database.dialect.single_writer:
+            hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
+        return bool(hold.transactions) and keep_until_end(hold)
+
+    def pin(self, hold: Hold, given: str | None, step: Execute) -> Rows:
+        """Run it in the transaction that is open on the alias `given`, by default the lock's own."""
+        return pin(self.store(), given or self.using, step)
+
+    async def apin(self, hold: Hold, given: str | None, step: Execute) -> Rows:
+        """In the thread that Django's async code shares."""
+        return await sync_to_async(self.pin)(hold, given, step)
+
+    def who_began(self) -> str:
+        """ATOMIC_REQUESTS, where it is set."""
+        requests = connections[self.using].settings_dict["ATOMIC_REQUESTS"]
+        return " (ATOMIC_REQUESTS began it before the view: @transaction.non_atomic_requests)" if requests else ""
+
+    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
+        """Those of the signal, whose sender is the class of the lock."""
+        signal, told = signals.lock_at_risk, dict[str, Any]()
+        if reason is not None:
+            signal, told = signals.lock_lost, {"reason": reason}
+        sender = type(lock)
+        send = functools.partial(signal.send_robust, sender, lock=lock, **told)
+        return [send] if signal.has_listeners(sender) else ()
+
+
+def default_alias() -> str:
+    """DBLOCK["USING"], else where the database routers write the model.
+
+    They are asked once: two locks on one key in two databases would be two locks.
+    """
+    return conf.settings().USING or _routed_alias()
+
+
+@functools.cache
+def _routed_alias() -> str:
+    from dblock.models import Lock as Row  # noqa: PLC0415 - needs the app registry; importing this module must not
+
+    return router.db_for_write(Row)
+
+
+def _changed(*, setting: str, **_: object) -> None:
+    if setting == "DATABASE_ROUTERS":
+        _routed_alias.cache_clear()
+
+
+setting_changed.connect(_changed, dispatch_uid="dblock.place")
+
+
+class Lock(SyncLock):
+    """A lock over a database of Django's; made by `db_lock`.
+
+    Use it as `with`, as `async with`, as a decorator of `def` and `async def`, or through its methods, each of which
+    has an asynchronous twin that begins with an `a`.
+    """
+
+    _place: DjangoPlace
+
+    def __init__(self, key: str, *unnamed: object, using: str | None = None, **options: Any) -> None:
+        super().__init__(DjangoPlace(using), key, *unnamed, **options)
+
+    @property
+    def using(self) -> str:
+        """The database alias that the lock's row lives in."""
+        return self._place.using
+
+    def guard(self, using: str | None = None) -> None:
+        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
+
+        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
+        committed before the next holder begins. (A savepoint that is rolled back takes the pin along with what was
+        written in it.) `using` is an alias of the lock's own database.
+
+        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
+        it was taken, TransactionManagementError outside of atomic().
+        """
+        hold, step = self._drive(operations.guarding(self))
+        self._drive(operations.guarded(self, hold, self._place.pin(hold, using, step)))
+
+    async def aguard(self, using: str | None = None) -> None:
+        """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
+        hold, step = await self._adrive(operations.guarding(self))
+        await self._adrive(operations.guarded(self, hold, await self._place.apin(hold, using, step)))
+
+    def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
+        """A `with` or decorator that takes the lock, and runs its body in a transaction that the lock guards.
+
+        The transaction is Django's atomic(), which begins after the lock was taken. It is committed before the lock is
+        released. The `with` gives the lock. LockTimeout and LockLost mean that nothing was committed; once it
+        has been committed, no error of the lock is raised.
+
+        Inside a transaction that is open already it is a savepoint, and the lock is kept until the outermost block has
+        ended; StaleSnapshot then means that the transaction had read before the lock was taken.
+
+        Args:
+            using: an alias of the lock's own database, by default that of the lock.
+            durable: as of Django's atomic(): RuntimeError inside another atomic().
+
+        Raises TransactionManagementError, before the lock is taken, where AUTOCOMMIT is switched off.
+        """
+        return Atomic(self, using or self.using, durable=durable)
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        begin = refuses(NO_BEGIN)
+
+    adetach = AsyncLock.detach
+    aacquire = AsyncLock.acquire
+    arelease = AsyncLock.release
+    aextend = AsyncLock.extend
+    averify = AsyncLock.verify
+    aowned = AsyncLock.owned
+    alocked = AsyncLock.locked
+    ainspect = AsyncLock.inspect
+    __aexit__ = AsyncLock.__aexit__
+
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        return await enter(self, its)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
+        if inspect.iscoroutinefunction(function):
+            return AsyncLock.__call__(self, function)
+        return super().__call__(function)

@@ -1,0 +1,249 @@
+"""The kinds of SQLAlchemy's locks, with a function for each; and functions for what concerns all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
+
+from sqlalchemy import Engine
+
+from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.key_template import NoKey
+from dblock.core.lock.locks import Attaching
+from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.options import explained
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Steps
+from dblock.core.share_keys import refuse_several
+from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
+from dblock.core.validation import valid_retention
+from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
+from sqlalchemy_dblock.place import AsyncLock, Lock, Options, sync_engine
+from sqlalchemy_dblock.semaphores import db_semaphore
+from sqlalchemy_dblock.store import store_for
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dblock.core.protocol.reaping import Reaped
+
+
+R = TypeVar("R")
+W = TypeVar("W")
+
+
+class ReadLock(Reads, Lock):
+    """The lock of a reader over the database of an Engine; made by `db_rwlock(engine, key).read()`."""
+
+
+class WriteLock(Writes, Lock):
+    """The lock of a writer over the database of an Engine; made by `db_rwlock(engine, key).write()`."""
+
+    def downgrade(self) -> None:
+        """Hold it as a reader from now on; no other writer gets in between. Raises LockNotHeld or LockLost."""
+        self._drive(downgrade(self))
+
+
+class AsyncReadLock(Reads, AsyncLock):
+    """The lock of a reader over the database of an AsyncEngine."""
+
+
+class AsyncWriteLock(Writes, AsyncLock):
+    """The lock of a writer over the database of an AsyncEngine."""
+
+    async def downgrade(self) -> None:
+        """Hold it as a reader from now on; no other writer gets in between. Raises LockNotHeld or LockLost."""
+        await self._adrive(downgrade(self))
+
+
+class ReadWriteLock(NoLock, Generic[R, W]):
+    """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
+
+    def __init__(self, engine: Engine, key: str, reads: type[R], writes: type[W], options: dict[str, Any]) -> None:
+        self._engine, self._key, self._options = engine, key, options
+        self._reads: Any = reads
+        self._writes: Any = writes
+        _ = self.write()  # bad options are refused here
+
+    @property
+    def key(self) -> str:
+        """The key of the lock."""
+        return self._key
+
+    def read(self) -> R:
+        """A lock to read under: held beside other readers, and beside no writer."""
+        lock: R = self._reads(self._engine, self._key, **self._options)
+        return lock
+
+    def write(self) -> W:
+        """A lock to write under: held alone."""
+        lock: W = self._writes(self._engine, self._key, **self._options)
+        return lock
+
+    def __repr__(self) -> str:
+        return f"<ReadWriteLock {self._key!r}>"
+
+
+@overload
+def db_lock(engine: Engine, key: str, **options: Unpack[Options]) -> Lock: ...
+@overload
+def db_lock(engine: AsyncEngine, key: str, **options: Unpack[Options]) -> AsyncLock: ...
+@overload
+def db_lock(engine: Engine | AsyncEngine, **options: Unpack[Options]) -> NoKey: ...
+def db_lock(  # noqa: D417 - they are
+    engine: Any = None, key: Any = ..., *unnamed: object, **options: Any
+) -> Lock | AsyncLock | NoKey:
+    """A lock on `key` in the database of `engine`, not yet taken; its methods are coroutines for an AsyncEngine.
+
+    Args:
+        engine: an Engine or an AsyncEngine of PostgreSQL, MySQL, MariaDB or SQLite. The lock opens connections of its
+            own, as the engine does.
+        key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
+            arguments of the call; without one, as `@db_lock(engine)`, the module and the qualified name of the
+            function.
+
+    Keyword Args:
+        session: a Session (AsyncSession for an AsyncEngine). If the lock is left while the session's transaction is
+            open, it is kept until that has ended, by commit or rollback.
+        release: "auto"; "now" releases the lock without regard to `session`.
+        See `Given` for all others.
+
+    Raises:
+        InvalidKey: the key cannot be stored exactly on every database.
+        UnsupportedDatabase: the engine is for another database.
+        TypeError, ValueError: another argument is invalid.
+    """
+    inner = sync_engine(engine)
+    if key is ...:
+        return NoKey(lambda name: db_lock(engine, name, **options))
+    return (Lock if inner is engine else AsyncLock)(inner, key, *unnamed, **options)
+
+
+db_lock.__doc__ = explained(db_lock.__doc__)
+
+
+@overload
+def attach(engine: Engine, token: str, **options: Unpack[Options]) -> Lock: ...
+@overload
+def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Attaching[AsyncLock]: ...
+def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
+    """The lock of a token of `detach()`, held by this flow: same tenure, same fence, renewed by this process.
+
+    A token is good once. Leave the lock with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use
+    it in an `async with`. `options` are those of `db_lock`; `ttl`, `grace` and `min_hold` are by default those of the
+    lock that was detached.
+
+    Raises InvalidToken for any other text, LockLost if the token was used (`Reason.USED`) or the tenure is over.
+    """
+    known = valid_token(token)
+    del token  # an error report may show the locals
+    merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
+    lock = _of(engine, known, merged) if known.kind else db_lock(engine, known.tenure.key, **merged)
+    if isinstance(lock, Lock):
+        return lock._drive(entering.attach(lock, known))
+    return Attaching(lock, lock._adrive(entering.attach(lock, known)))
+
+
+def _of(engine: Any, token: Token, options: Options) -> Lock | AsyncLock:
+    """The lock of a reader, of a writer or of a permit."""
+    key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
+    if slot is not None:
+        permit: Lock | AsyncLock = db_semaphore(engine, key, slot + 1, **options).permit()
+        return permit
+    rw: Any = db_rwlock(engine, key, **options)
+    lock: Lock | AsyncLock = rw.read() if SHARE in token.tenure.key else rw.write()
+    return lock
+
+
+@overload
+def db_rwlock(engine: Engine, key: str, **options: Unpack[Options]) -> ReadWriteLock[ReadLock, WriteLock]: ...
+@overload
+def db_rwlock(
+    engine: AsyncEngine, key: str, **options: Unpack[Options]
+) -> ReadWriteLock[AsyncReadLock, AsyncWriteLock]: ...
+def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # noqa: D417 - they are there
+    """A read-write lock on `key`: `read()` and `write()` make the locks, which are used as those of `db_lock`.
+
+    Who waits is served first come, first served; readers that wait side by side enter together. A thread or task that
+    writes may read; one that reads gets LockUpgradeRefused when it wants to write.
+
+    Args:
+        engine: an Engine or an AsyncEngine, as of `db_lock`; the methods are coroutines for an AsyncEngine.
+        key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
+
+    Keyword Args:
+        fair: False: a reader enters before writers in the queue, while no writer has the key.
+        others: as of `db_lock`.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+        WrongKind: by acquire(): the key is that of a plain lock or of a semaphore.
+    """
+    refuse_several(engine, "db_rwlock")
+    inner = sync_engine(engine)
+    if inner is engine:
+        return ReadWriteLock(inner, key, ReadLock, WriteLock, options)
+    return ReadWriteLock(inner, key, AsyncReadLock, AsyncWriteLock, options)
+
+
+@overload
+def check_sequencer(engine: Engine, sequencer: str) -> Sequencer: ...
+@overload
+def check_sequencer(engine: AsyncEngine, sequencer: str) -> Coroutine[Any, Any, Sequencer]: ...
+def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
+    """Key, mode and fence of a sequencer whose tenure is alive, according to the database.
+
+    It does not prove who sent the sequencer, which is no secret. Await it for an AsyncEngine. Raises InvalidToken for
+    any other text, LockLost once the tenure is over.
+    """
+    known = valid_sequencer(sequencer)
+    lock = db_lock(engine, key_of_share(known.key))
+    steps = operations.check_sequencer(lock, known)
+    return lock._drive(steps) if isinstance(lock, Lock) else lock._adrive(steps)
+
+
+@overload
+def reap(engine: Engine, *, retention: Seconds | None = None) -> int: ...
+@overload
+def reap(engine: AsyncEngine, *, retention: Seconds | None = None) -> Coroutine[Any, Any, int]: ...
+def reap(engine: Engine | AsyncEngine, *, retention: Seconds | None = None) -> int | Coroutine[Any, Any, int]:
+    """Delete the rows that have been free or expired for longer than `retention` seconds; returns their number.
+
+    The default is the engine's execution option dblock_retention (one hour). Await it for an AsyncEngine. Safe to run
+    at any time, any number of times at once.
+    """
+    steps = _reaping(engine, retention)
+    return drive(steps).locks if isinstance(engine, Engine) else _areap(steps)
+
+
+async def _areap(steps: Steps[Reaped]) -> int:
+    return (await adrive(steps)).locks
+
+
+def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
+    """Reap; returns the number of rows of each table."""
+    return drive(_reaping(engine, retention))
+
+
+def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
+    from dblock.core.observing.observers import reap_and_report  # noqa: PLC0415 - only for observing and reaping
+
+    store = store_for(sync_engine(engine))
+    seconds = valid_retention(store.retention if retention is None else retention)
+    return reap_and_report(store, seconds, Lock)
+
+
+@overload
+def release_all(engine: Engine) -> int: ...
+@overload
+def release_all(engine: AsyncEngine) -> Coroutine[Any, Any, int]: ...
+def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
+    """Release all locks that this process holds through the engine, in any thread or task; returns their number.
+
+    For the end of a process whose work is done, in the hooks of its server and before `engine.dispose()`: a flow that
+    still works under one of them finds it lost (`Reason.RELEASED`) before another flow can get it. Await it for an
+    AsyncEngine. Raises no error of the database: a lock that could not be released within some seconds expires.
+    """
+    store = store_for(sync_engine(engine))
+    steps = leaving.release_all(store)
+    return drive(steps) if isinstance(engine, Engine) else adrive(steps)
