@@ -172,7 +172,7 @@ def test_a_minority_that_others_hold_does_not_matter(place: Place) -> None:
             said = actor.get(lock, "answers")
             assert sum("held by" in answer for answer in said.values()) == 1, said
             actor.call(lock, "release")
-        stranger._engine.dispose()
+        stranger._place._engine.dispose()
     assert holders() == []
 
 
@@ -347,7 +347,7 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
             with Subject("sqlalchemy", "sync", "postgresql").lock("k") as another:
                 assert actor.call(place.lock(), "acquire", timeout=0.1) is False, "others have most of them"
         for each in (stranger, another):
-            each._engine.dispose()
+            each._place._engine.dispose()
         run("postgresql", "ALTER TABLE locks RENAME TO hidden")
     finally:
         for database in ("postgresql", "mariadb"):
@@ -421,7 +421,7 @@ def test_of_two_databases_both_are_needed(place: Place) -> None:
     with stranger:
         assert actor.call(two, "acquire", blocking=False) is False
         assert holders() == ["mariadb"]
-    stranger._engine.dispose()
+    stranger._place._engine.dispose()
     assert actor.within(two, holders) == ["postgresql", "mariadb"]
 
 
