@@ -7,6 +7,7 @@ Rule: whatever interrupts an entry or a leaving, the majority is held by somebod
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -60,6 +61,10 @@ class _Places(Place):
         return self._first.timeout()
 
     def refuse_to_block(self) -> None:
+        """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""
+        for place in self._places:
+            with contextlib.suppress(LockTimeout):  # of a SQLite database: its transaction is this flow's
+                place.store().database.before_waiting()
         self._first.refuse_to_block()
 
     def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
