@@ -54,9 +54,11 @@ bench: ## Rates as ratios to bare SQL in the same run, and what the server count
 	@missed=0; for part in uncontended leases family majority handoff stampede distance tasks reaping observing; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
-race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3] [RESUME=1]; quick: .build/race
+race: ## The peers side by side, polling against listening, and docs/benchmarks.md: make race [QUICK=1] [ROUNDS=3] [CAP=30] [RESUME=1]; quick: .build/race
 	@sh scripts/setup test
 	@sh scripts/setup race
+	@[ -n "$(RESUME)" ] && [ ! -e .build/experiment-$(if $(QUICK),quick,full).jsonl ] || \
+	    $(PYTHON) -m benchmarks.race experiment $(if $(QUICK),--quick) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CAP),--cap $(CAP)) $(if $(RESUME),--resume)
 	@$(PYTHON) -m benchmarks.race $(if $(QUICK),--quick) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(RESUME),--resume)
 
 celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form

@@ -5,6 +5,10 @@ In each round every scenario goes through its peers in turn, in the other direct
 disturbs the machine disturbs all; figures are medians over rounds. `--scenario` measures one again, and leaves the
 figures of the others as they were. Each measurement is written to `.build/` when it is made: `--resume` goes on with a
 run that was stopped, by Ctrl-C or otherwise. `--page` writes page and plots again, from the JSON of the last run.
+
+`python -m benchmarks.race experiment [--quick] [--rounds N] [--acquisitions N] [--cap SECONDS] [--plan] [--resume]`
+compares polling and listening (`benchmarks.race.experiment`) for its section of the same page. `--plan` says how long
+that will take, and ends.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks.race import experiment, findings
 from benchmarks.race.clients import Failed
 from benchmarks.race.figures import Figures
 from benchmarks.race.journal import Journal, Measurement
@@ -42,48 +48,115 @@ PACKAGES = (
 )
 QUICK = 150.0
 """Seconds after which a quick run leaves out what is left, so that it ends in three minutes on a busy machine too."""
+EXPERIMENT = 80.0
+"""The same for a quick experiment, which ends in two minutes."""
 
 
 def main() -> int:
     """Race; 1 if a ratio that is kept is missed in a full run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.race")
-    _ = parser.add_argument("--quick", action="store_true", help="three minutes")
+    _ = parser.add_argument("what", nargs="?", choices=("race", experiment.NAME), default="race")
+    _ = parser.add_argument("--quick", action="store_true", help="three minutes, or two for the experiment")
     _ = parser.add_argument("--rounds", type=int, default=0)
     _ = parser.add_argument("--to", type=Path, help="the directory of the page")
     _ = parser.add_argument("--only", action="append", default=[], help="peers whose names begin so")
     _ = parser.add_argument("--scenario", action="append", default=[], help="these alone, into the last run's results")
+    _ = parser.add_argument("--acquisitions", type=int, default=0, help="in each cell of the experiment; 200")
+    _ = parser.add_argument("--cap", type=float, default=0.0, help="seconds after which such a cell ends anyway; 30")
+    _ = parser.add_argument("--plan", action="store_true", help="say how long the experiment will take, and end")
     _ = parser.add_argument("--resume", action="store_true", help="go on with the run that was stopped")
     _ = parser.add_argument("--page", action="store_true", help="no race: write the page of the last one again")
     given = parser.parse_args()
     console = Console()
-    to = given.to or (ROOT / ".build" / "race" if given.quick else ROOT / "docs")
+    to: Path = given.to or (ROOT / ".build" / "race" if given.quick else ROOT / "docs")
+    (to / "benchmarks").mkdir(parents=True, exist_ok=True)
+    given.rounds = given.rounds or (1 if given.quick else 3)
+    try:
+        if given.page:
+            pass
+        elif given.what == experiment.NAME:
+            _experiment(console, given, to)
+        else:
+            _race(console, given, to)
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    if given.plan and given.what == experiment.NAME:
+        return 0
+    missed_some = _publish(console, to)
+    return int(missed_some and given.what != experiment.NAME and not given.quick)
+
+
+def _race(console: Console, given: argparse.Namespace, to: Path) -> None:
+    run = {"quick": given.quick, "rounds": given.rounds, "only": given.only, "scenarios": given.scenario}
     kept = to / "benchmarks" / "race.json"
-    if not given.page:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        rounds = given.rounds or (1 if given.quick else 3)
-        run = {"quick": given.quick, "rounds": rounds, "only": given.only, "scenarios": given.scenario}
-        path = ROOT / ".build" / f"race-{'quick' if given.quick else 'full'}.jsonl"
-        try:
-            journal = Journal(path, run, resume=given.resume)
-            results = race(console, journal, **run)
-        except ValueError as error:
-            parser.error(str(error))
-        except KeyboardInterrupt:
-            console.print(f"stopped after {len(journal.found)} measurements, which {path} has; --resume goes on")
-            return 130
+
+    def measured(journal: Journal) -> str:
+        results = race(console, journal, **run)
         if given.scenario and kept.exists():
             results = merged(json.loads(kept.read_text()), results, given.scenario)
-        _ = kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        path.unlink()
-    results = json.loads(kept.read_text())
+        return json.dumps(results, indent=1, sort_keys=True) + "\n"
+
+    _keep(console, given, run, measured, kept)
+
+
+def _experiment(console: Console, given: argparse.Namespace, to: Path) -> None:
+    """Plan it, and run it if more is wanted than the plan."""
+    size: dict[str, Any] = {
+        "acquisitions": given.acquisitions or (50 if given.quick else 200),
+        "cap": given.cap or (0.5 if given.quick else 30.0),
+    }
+    run: dict[str, Any] = {"quick": given.quick, "rounds": given.rounds, **size}
+    cells = experiment.programme(quick=given.quick, **size)
+    contestants = [each for each in experiment.CONTESTANTS if not given.quick or each.name.endswith(experiment.WAYS)]
+    console.print(experiment.plan(cells, len(contestants), given.rounds, **size))
+
+    def measured(journal: Journal) -> str:
+        missing = list[str]()
+        there = installed(contestants, missing)
+        limit = EXPERIMENT if given.quick else None
+        results = _raced(console, journal, there, cells, missing, given.rounds, limit)
+        options = [f"--{name} {value:g}" for name, value in run.items() if name != "quick"]
+        options = ["--quick"] if given.quick else options
+        command = f"python -m benchmarks.race {experiment.NAME} {' '.join(options)}"
+        return findings.compact(results | run | {"command": command})
+
+    if not given.plan:
+        _keep(console, given, run, measured, to / "benchmarks" / f"{experiment.NAME}.json")
+
+
+def _keep(
+    console: Console, given: argparse.Namespace, run: dict[str, Any], measured: Callable[[Journal], str], kept: Path
+) -> None:
+    """Write what was measured; a run that is stopped leaves its journal."""
+    path = ROOT / ".build" / f"{given.what}-{'quick' if given.quick else 'full'}.jsonl"
+    journal = Journal(path, run, resume=given.resume)
+    try:
+        _ = kept.write_text(measured(journal))
+    except KeyboardInterrupt:
+        console.print(f"stopped after {len(journal.found)} measurements, which {path} has; --resume goes on")
+        raise
+    path.unlink()
+
+
+def _publish(console: Console, to: Path) -> bool:
+    """Write page and plots of the last runs; whether a ratio that is kept is missed."""
+    kept, tried = (to / "benchmarks" / f"{name}.json" for name in ("race", experiment.NAME))
+    results: dict[str, Any] = {"rows": [], "peers": [], "missing": []}
+    if kept.exists():
+        results = json.loads(kept.read_text())
+    if tried.exists():
+        results[experiment.NAME] = findings.loaded(tried.read_text())
     drawn = dict[str, str]()
     if util.find_spec("matplotlib"):
         from benchmarks.race.plots import draw
 
-        drawn = draw(results, kept.parent)
+        drawn = draw(results, to / "benchmarks")
     else:
         console.print("no plots: matplotlib is not installed; try: scripts/setup race")
-    _ = (to / "benchmarks.md").write_text(page(results, drawn))
+    further = list(findings.section(results[experiment.NAME], drawn)) if experiment.NAME in results else []
+    _ = (to / "benchmarks.md").write_text(page(results, drawn, further) if kept.exists() else "\n".join(further))
     for readme in ROOT.glob("README*.md") if to == ROOT / "docs" else ():
         _ = readme.write_text(cited(readme.read_text(), results))
     for what in results["missing"]:
@@ -93,7 +166,7 @@ def main() -> int:
     found = missed(results)
     console.print(f"[red]missed: {'; '.join(found)}" if found else "all ratios kept")
     console.print(f"{kept}\n{to / 'benchmarks.md'}")
-    return int(bool(found) and not given.quick)
+    return bool(found)
 
 
 def merged(last: dict[str, Any], again: dict[str, Any], scenarios: list[str]) -> dict[str, Any]:
@@ -119,7 +192,22 @@ def race(
     if quick and not only:
         peers = [peer for peer in peers if peer.name in IN_QUICK]
         missing.append("some peers and scenarios, which a quick run leaves out")
-    peers = installed(peers, missing)
+    chosen = [each for each in programme(quick=quick) if not scenarios or each.name in scenarios]
+    results = _raced(console, journal, installed(peers, missing), chosen, missing, rounds, QUICK if quick else None)
+    command = "make race" + " QUICK=1" * quick + f" ROUNDS={rounds}" * (rounds != (1 if quick else 3))
+    return {"command": command, "quick": quick, "rounds": rounds, **results}
+
+
+def _raced(
+    console: Console,
+    journal: Journal,
+    peers: list[Peer],
+    chosen: list[Scenario],
+    missing: list[str],
+    rounds: int,
+    limit: float | None,
+) -> dict[str, Any]:
+    """What the peers did in the scenarios, and where."""
     before = os.getloadavg()[0]
     with started({peer.place for peer in peers}, missing) as places:
         peers = [peer for peer in peers if peer.place in places]
@@ -127,22 +215,17 @@ def race(
             set_up_django(places[OURS].url())
         _ = gc.collect()
         gc.freeze()  # what is forked shares it
-        chosen = [each for each in programme(quick=quick) if not scenarios or each.name in scenarios]
         planned = [(each, [peer for peer in peers if each.runs(peer)]) for each in chosen]
-        _run(console, journal, planned, places, rounds, QUICK if quick else None)
+        _run(console, journal, planned, places, rounds, limit)
         servers = {place.name: place.version for place in places.values()}
-    command = "make race" + " QUICK=1" * quick + f" ROUNDS={rounds}" * (rounds != (1 if quick else 3))
     rows = [journal.row(each.name, each.setting, peer.name) for each, racing in planned for peer in racing]
     taken = dict.fromkeys([each.scenario for each in journal.found], 0.0)
     for each in journal.found:
         taken[each.scenario] += each.seconds
     return {
-        "command": command,
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "minutes": round(sum(each.seconds for each in journal.found) / 60, 1),
         "seconds": {name: round(seconds) for name, seconds in sorted(taken.items())},
-        "quick": quick,
-        "rounds": rounds,
         "load": {
             "median": round(statistics.median([before, *(each.load for each in journal.found)]), 1),
             "before": round(before, 1),

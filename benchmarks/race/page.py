@@ -382,8 +382,8 @@ def _of(results: Results, scenario: str, heads: dict[str, tuple[str, str]], **se
     return table(["", *(head for head, _ in known.values())], rows) if rows else ""
 
 
-def page(results: Results, drawn: dict[str, str]) -> str:
-    """In Markdown; `drawn` are the pictures by name, with their titles."""
+def page(results: Results, drawn: dict[str, str], further: Iterable[str] = ()) -> str:
+    """In Markdown; `drawn` are the pictures by name, with their titles; `further` is the section of another run."""
     sections = (
         _about,
         _comparison,
@@ -395,6 +395,7 @@ def page(results: Results, drawn: dict[str, str]) -> str:
         _scale,
         _limit,
         _experiment,
+        lambda *_: iter(further),
         _kept,
         _rest,
     )

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.race import experiment, findings
 from benchmarks.race.page import FEW, MANY, POLLING, WATCHING, Results, figure, peers_of, shown
 from benchmarks.race.peers import MINE
 
@@ -33,6 +34,7 @@ class Look(NamedTuple):
 
     plt: Any
     ink: str
+    back: str
     grid: str
     colours: tuple[str, ...]
 
@@ -59,7 +61,7 @@ def draw(results: Results, where: Path) -> dict[str, str]:
         settings |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), back)
         settings |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
         settings["axes.edgecolor"] = ink
-        look = Look(plt, ink, grid, tuple(colours["colours"]))
+        look = Look(plt, ink, back, grid, tuple(colours["colours"]))
         for name, plot in PLOTS.items():
             with plt.rc_context(settings):
                 found = plot(results, look)
@@ -401,7 +403,83 @@ def pooled(results: Results, look: Look) -> tuple[Any, str] | None:
     return _growth(look, lines, title, ("clients with a connection to PgBouncer", "milliseconds of a take"))
 
 
+def _by_system(
+    results: Results, look: Look, name: str, along: str, factor: float, labels: tuple[str, str], **setting: float
+) -> Any:
+    """A panel for each system, listening against polling; narrow, as a phone is held upright."""
+    data = results[experiment.NAME]
+    chart, grid = look.plt.subplots(2, 2, figsize=(4.3, 5.6), sharex=True, sharey=True, layout="constrained")
+    steps = findings.values(data, along)
+    for axes, (system, called) in zip(grid.flat, experiment.SYSTEMS.items(), strict=True):
+        ways = [way.removeprefix(system) for way in CONTESTANTS if way.startswith(system)]
+        for way, (mark, style), colour in zip(ways, MARKS, look.colours, strict=False):
+            points = [findings.of(data, system + way, name, **{along: each}, **setting) for each in steps]
+            there = [(place, value * factor) for place, value in enumerate(points) if value]
+            filled = colour if way == experiment.LISTENS else look.back
+            line = {"color": colour, "marker": mark, "ls": style, "mfc": filled, "ms": 5.5, "label": way.strip(", ")}
+            _ = axes.plot(*zip(*there, strict=True), **line) if there else None
+        _ = axes.set_title(called, fontsize=10, loc="left")
+        axes.grid(visible=True, which="both", lw=0.5)
+        _ = axes.set_xticks(range(len(steps)), [f"{each * (1e3 if along == 'distance' else 1):g}" for each in steps])
+        axes.margins(x=0.15)
+    _logarithmic(grid[0][0])
+    for axes in grid[1]:
+        _ = axes.set_xlabel(labels[0])
+    _ = chart.supylabel(labels[1], fontsize=10)
+    _ = chart.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return chart
+
+
+def _with_title(chart: Any, title: str) -> tuple[Any, str]:
+    _ = chart.suptitle(title, fontsize=10, fontweight="bold", x=0.02, ha="left")
+    return chart, title.replace("\n", " ")
+
+
+CONTESTANTS = [peer.name for peer in experiment.CONTESTANTS]
+
+
+def distance(results: Results, look: Look) -> tuple[Any, str] | None:
+    """The experiment: time to acquire, over the distance."""
+    if experiment.NAME not in results:
+        return None
+    data = results[experiment.NAME]
+    clients, idle, far = (
+        findings.middle(data),
+        findings.values(data, "section")[0],
+        findings.values(data, "distance")[-1],
+    )
+    listens, polls = (
+        findings.of(data, f"dblock{way}", "mean", clients=clients, section=idle, distance=far)
+        for way in experiment.WAYS
+    )
+    labels = "round trip, ms", "mean time to acquire, ms"
+    chart = _by_system(results, look, "mean", "distance", 1e3, labels, clients=clients, section=idle)
+    title = f"{clients} clients, {idle * 1e3:g} ms inside, {far * 1e3:g} ms away: dblock\n"
+    title += f"waits {shown(listens, 'ms')} listening, {shown(polls, 'ms')} polling"
+    return _with_title(chart, title if listens and polls else f"{clients} clients, {idle * 1e3:g} ms inside")
+
+
+def processors(results: Results, look: Look) -> tuple[Any, str] | None:
+    """The experiment: what a lock costs the processors, over the clients."""
+    if experiment.NAME not in results:
+        return None
+    data = results[experiment.NAME]
+    near, work, most = (
+        findings.values(data, name)[place] for name, place in (("distance", 0), ("section", 1), ("clients", -1))
+    )
+    listens, polls = (
+        findings.of(data, f"dblock{way}", "cpu", clients=most, section=work, distance=near) for way in experiment.WAYS
+    )
+    labels = "clients", "processors' time for each lock, ms"
+    chart = _by_system(results, look, "cpu", "clients", 1.0, labels, distance=near, section=work)
+    title = f"{most} clients, {work * 1e3:g} ms inside: dblock costs the\n"
+    title += f"processors {shown(listens)} ms listening, {shown(polls)} ms polling"
+    return _with_title(chart, title if listens and polls else f"One machine, {work * 1e3:g} ms inside")
+
+
 PLOTS: dict[str, Plot] = {
+    "distance": distance,
+    "processors": processors,
     "rows": rows,
     "held": held,
     "waiting": waiting,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.race import page, peers
+from benchmarks import FORK
+from benchmarks.race import experiment, findings, page, peers
 from benchmarks.race.__main__ import _run, merged
 from benchmarks.race.clients import Failed, Told, together
 from benchmarks.race.figures import Client, Figures, crowd_figures, jain, medians, most_even, percentile
@@ -331,3 +332,140 @@ def test_readmes_cite_the_last_race(name: str) -> None:
     results = json.loads((ROOT / "docs/benchmarks/race.json").read_text())
     readme = (ROOT / name).read_text()
     assert page.cited(readme, results) == readme
+
+
+def tried(slower: set[tuple[str, str]]) -> dict[str, Any]:
+    """A whole experiment; `slower`: in which cells, by system and `near`, `far` or `busy`, listening is slower."""
+    cells = experiment.programme(quick=False, acquisitions=200, cap=5.0)
+
+    def mean(name: str, cell: dict[str, float]) -> float:
+        where = "busy" if cell["section"] else "far" if cell["distance"] else "near"
+        late = (name.partition(",")[0], where) in slower
+        return 0.03 if "listens" in name and late else 0.02 if "listens" in name else 0.0205 if late else 0.04
+
+    found = [
+        row(
+            experiment.NAME,
+            peer.name,
+            {"mean": value, "p99": 9 * value, "jain": 1 - 10 * value, "cut": 1.0},
+            **cell.setting,
+        )
+        for peer in experiment.CONTESTANTS
+        for cell in cells
+        for value in [mean(peer.name, cell.setting)]
+    ]
+    for each in found:
+        each["figures"] |= {"client_cpu": 1.0, "server_cpu": 3.0 if "polls" in each["peer"] else 1.0}
+    found.append(row(experiment.NAME, "etcd, listens", {}, "no answer", clients=2, distance=0.0, section=0.0))
+    run = {"command": "python -m benchmarks.race experiment", "acquisitions": 200, "cap": 5.0}
+    return findings.loaded(findings.compact(results(*found) | run))
+
+
+SEEN = re.compile(r"(dblock|bare SQL|Redis|etcd) ([\d.]+) (ms|s) against ([\d.]+) (ms|s)")
+
+
+def said_wrongly(data: dict[str, Any]) -> list[str]:
+    """What the five sentences say and the rows do not: counted here again, from the rows alone."""
+    called = {"bare SQL": "SQL"}
+    rows = {(each["peer"], *each["setting"].values()): each["figures"] for each in data["rows"]}
+    said, wrong = findings.sentences(data), list[str]()
+    for sentence, distance, section in zip(said, (0.0, 0.02, 0.0), (0.0, 0.0, 0.05), strict=False):
+        seen = SEEN.findall(sentence)
+        wrong += [sentence] * (len(seen) != 4)
+        for name, one, unit, other, unit_of_other in seen:
+            for way, number, its in (("listens", one, unit), ("polls 10 ms", other, unit_of_other)):
+                shown = float(number) * (1e-3 if its == "ms" else 1)
+                value = rows[f"{called.get(name, name)}, {way}", 8, distance, section]["mean"]
+                wrong += [f"{name}, {way}: {number} {its}"] * (abs(shown - value) > 0.005 * value)
+
+    def count(name: str, *, polling: bool, work: bool = False) -> int:
+        found = 0
+        for peer, *cell in [key for key in rows if "listens" in key[0] and (key[3] or not work)]:
+            pair = [rows.get((peer.replace("listens", way), *cell), {}).get(name) for way in ("listens", "polls 10 ms")]
+            if None not in pair:
+                first, second = reversed(pair) if polling else pair
+                found += second * 1.05 < first if name == "jain" else first * 1.05 < second
+        return found
+
+    for name, words in (("mean", "the shorter mean in"), ("p99", "the shorter P99 in"), ("cpu", "the processors in")):
+        wrong += [words] * (f"{words} {count(name, polling=True)} (" not in said[3])
+    for name, words in (("mean", "mean"), ("p99", "P99"), ("jain", r"\(Jain's index\)"), ("cpu", "processors")):
+        listening, polling = (count(name, polling=each, work=True) for each in (False, True))
+        way = "either" if listening == polling else "listening" if listening > polling else "polling"
+        right = rf"{words} {way} \({max(listening, polling)} to {min(listening, polling)} of \d+\)"
+        wrong += [right] * (not re.search(right, said[4]))
+    return wrong
+
+
+def test_sentences_of_the_experiment_follow_from_its_data() -> None:
+    """Whatever comes out: each word that compares, and each number."""
+    systems = ("dblock", "SQL", "Redis", "etcd")
+    nowhere, everywhere = set[tuple[str, str]](), {(each, at) for each in systems for at in ("near", "far", "busy")}
+    mixed = {("dblock", "near"), ("SQL", "near"), ("SQL", "far"), ("Redis", "far"), ("etcd", "busy")}
+    for slower in (nowhere, everywhere, mixed):
+        assert said_wrongly(tried(slower)) == []
+    first, second, third, *_ = findings.sentences(tried(mixed))
+    assert "(the finding): true of dblock and bare SQL, not of Redis and etcd; with 8 clients and 0 ms inside" in first
+    assert "dblock 30 ms against 20.5 ms" in first
+    assert "it does with dblock, it does not with bare SQL, it makes listening the slower way with Redis, " in second
+    assert "there is nothing to turn with etcd; at 20 ms" in second
+    assert "it does with dblock and bare SQL, it makes listening the slower way with etcd, there is nothing" in third
+    none, *_, choice = findings.sentences(tried(nowhere))
+    assert "not true of dblock, bare SQL, Redis and etcd;" in none
+    assert "for a short mean listening (72 to 0 of 72)" in choice
+    *_, wins, choice = findings.sentences(tried(everywhere))
+    assert "shorter mean in 108 (0 ms inside: 36 of 36, 5 ms inside: 36 of 36, 50 ms inside: 36 of 36)" in wins
+    assert "for a short mean polling (72 to 0 of 72)" in choice
+    assert "for equal shares (Jain's index) polling (72 to 0 of 72)" in choice
+    data = tried(mixed)
+    data["rows"][0]["figures"]["mean"] += 1
+    assert "came first in 270 of them" in "".join(findings.section(data, {}))
+    assert "1 cells, whose errors" in "".join(findings.section(data, {}))
+
+
+def test_the_page_says_what_the_experiment_found() -> None:
+    """The section is that of the data beside it, and each number of its sentences is one of the data."""
+    path = ROOT / "docs/benchmarks/experiment.json"
+    written = (ROOT / "docs/benchmarks.md").read_text()
+    if not path.exists():
+        assert "experiment.json" not in written
+        pytest.skip("python -m benchmarks.race experiment has not been run yet")
+    data = findings.loaded(path.read_text())
+    assert said_wrongly(data) == []
+    for part in findings.section(data, {}):
+        assert part in written
+
+
+def test_plan_of_the_experiment() -> None:
+    """A cell that is cut at the cap takes the less for it; each name of a pair is a contestant's."""
+    names = {each.name for each in experiment.CONTESTANTS}
+    assert {f"{system}{way}" for system in experiment.SYSTEMS for way in experiment.WAYS} <= names
+    setting = {"clients": 2, "distance": 0.0, "section": 0.05}
+    whole, cut = (experiment.expected(setting, 200, cap) for cap in (30.0, 5.0))
+    assert whole[0] - cut[0] == pytest.approx(200 * 0.052 - 5)
+    assert (whole[1], cut[1]) == (False, True)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_crowd_ends_by_its_acquisitions_or_by_the_time() -> None:
+    """In threads of some processes; what a client raises is said."""
+    lock = FORK.Lock()
+
+    def make(url: str, key: str) -> Lock:
+        return Lock(lock.acquire, lock.release)
+
+    def breaking(url: str, key: str) -> Lock:
+        return Lock(lambda: next(iter(())), lock.release)
+
+    peer = Peer("one of the system", "nowhere", make)
+    found = experiment.crowd(peer, PLACE, None, clients=20, section=0.001, acquisitions=30, cap=20.0)
+    assert found["locks"] == pytest.approx(30, abs=1.01)
+    assert (found["cut"], found["unserved"]) == (0, 0)
+    assert 0 < found["mean"] <= found["p99"]
+    found = experiment.crowd(peer, PLACE, None, clients=2, section=0.02, acquisitions=10_000, cap=0.2)
+    assert found["cut"] == 1
+    assert 0 < found["locks"] <= 11
+    with pytest.raises(Failed, match="StopIteration"):
+        _ = experiment.crowd(
+            peer._replace(make=breaking), PLACE, None, clients=2, section=0.0, acquisitions=10, cap=0.2
+        )
