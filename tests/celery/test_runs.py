@@ -44,6 +44,7 @@ from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import own_store
+from tests.celery.conftest import wait_until
 from tests.conftest import ready, run, url
 
 NUMBERS = itertools.count()
@@ -138,6 +139,17 @@ class Site:
         with self.engine.connect() as connection:
             sql = "SELECT lock_key, celery_task_id FROM locks WHERE owner <> '' AND expires_at > datetime('now')"
             return {row[0]: row[1] for row in connection.exec_driver_sql(sql)}
+
+    def is_waited_for(self) -> bool:
+        """Whether somebody is in a queue."""
+        with self.engine.connect() as connection:
+            return bool(connection.exec_driver_sql("SELECT 1 FROM lock_waiters").all())
+
+    def expire(self, key: str = "k") -> None:
+        """Its lease ends now."""
+        with self.engine.begin() as connection:
+            sql = "UPDATE locks SET expires_at = datetime('now', '-1 second') WHERE lock_key = ?"
+            assert connection.exec_driver_sql(sql, (key,)).rowcount == 1
 
 
 @pytest.fixture
@@ -427,22 +439,19 @@ def test_busy_goes_back_to_the_broker_and_takes_nothing_up(site: Site) -> None:
     eta = datetime.now(UTC) - timedelta(seconds=1)
     with somebody(site.engine, "k"):
         result = work.apply_async(headers={"mine": "x"}, priority=3, expires=3600, eta=eta, ignore_result=False)
-        before = site.fetch()
-        before.execute()
-        times = [datetime.now(UTC)]
+        before = again = site.fetch()
         for tries in range(1, 4):
+            began = datetime.now(UTC)
+            again.execute()
             assert result.state == "RETRY"
             again = site.fetch()
             assert again.id == result.id
-            assert again._eta > times[-1] + timedelta(seconds=0.4 * 2 ** (tries - 1))
+            assert again._eta > began + timedelta(seconds=0.4 * 2 ** (tries - 1))
             for name in ("expires", "mine", "retries", "root_id", "origin", "timelimit", "task"):
                 assert again.request_dict[name] == before.request_dict[name], name
             assert again.delivery_info["priority"] == before.delivery_info["priority"]
             assert again.delivery_info["routing_key"] == before.delivery_info["routing_key"]
             assert header(again).tries == tries
-            times.append(datetime.now(UTC))
-            if tries < 3:
-                again.execute()
     again.execute()
     assert result.get() == "done"
     assert seen == [(result.id, 0, "x", before.request_dict["expires"])]
@@ -580,7 +589,7 @@ def test_so_many_runs_at_a_time(site: Site, on_busy: str) -> None:
 def test_failing_is_no_error_in_the_log(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) -> None:
     """LockTimeout is the task's failure."""
 
-    @site.task("k", on_busy=on_busy, timeout=0.05)
+    @site.task("k", on_busy=on_busy, timeout=0.3)
     def work(self: Any) -> None: ...
 
     with somebody(site.engine, "k"):
@@ -591,8 +600,9 @@ def test_failing_is_no_error_in_the_log(site: Site, on_busy: str, caplog: pytest
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site) -> None:
+def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `retry()` sends the message while it still holds the lock: that one is neither skipped nor sent back."""
+    monkeypatch.setattr(task, "OWN", 30.0)
 
     @site.task("k", on_busy="skip", max_retries=3)
     def work(self: Any) -> int:
@@ -608,7 +618,7 @@ def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site) -> None:
             connection.exec_driver_sql(f"UPDATE locks SET celery_task_id = '{result.id}'")
         with ThreadPoolExecutor(1) as pool:
             second = pool.submit(site.run)
-            time.sleep(0.3)
+            wait_until(site.is_waited_for)
             assert result.state == "RETRY"
             release()
             _ = second.result()
@@ -703,10 +713,7 @@ def test_a_message_that_nobody_runs_gives_its_lock_back(site: Site, how: str) ->
         state.revoked.add(result.id)
     request = site.fetch()
     assert request.revoked()
-    deadline = time.monotonic() + 5
-    while site.held() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not site.held()
+    wait_until(lambda: not site.held())
 
 
 def test_its_own_retry_takes_the_lock_along(site: Site) -> None:
@@ -810,7 +817,7 @@ def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
     """If nobody has the key since."""
     told = []
 
-    @site.task("k", scope="queue", queue_ttl=0.1)
+    @site.task("k", scope="queue")
     def work(self: Any) -> Any:
         return current_lock().fence
 
@@ -819,7 +826,7 @@ def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
 
     place_lost.connect(hear)
     first = work.delay()
-    time.sleep(0.2)
+    site.expire()
     second = work.delay()
     assert second.id != first.id
     site.run()
@@ -834,12 +841,12 @@ def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
 def test_a_lock_that_was_over_when_its_message_came(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the causes: a process that was killed, or a long queue. A longer ttl would mend neither."""
 
-    @site.task("k", scope="queue", queue_ttl=0.1)
+    @site.task("k", scope="queue")
     def work(self: Any) -> Any:
         return current_lock().fence
 
     result = work.delay()
-    time.sleep(0.2)
+    site.expire()
     site.run()
     assert result.get() > 0
     [line] = [each.getMessage() for each in caplog.records if "was over before it ran" in each.getMessage()]
@@ -949,7 +956,7 @@ def test_nothing_that_hangs_on_a_message_is_lost(site: Site) -> None:
 def test_eager_tasks_take_their_locks_in_turn(site: Site) -> None:
     """With `apply()` and `task_always_eager` a busy key is waited for: there is no broker to go back to."""
 
-    @site.task("k", timeout=0.05)
+    @site.task("k", timeout=0.3)
     def work(self: Any) -> Any:
         return current_lock().key
 
@@ -1096,7 +1103,7 @@ def test_who_meets_its_own_dead_run_comes_again(
     monkeypatch.setattr(task, "OWN", 0.05)
     monkeypatch.setattr(places, "OWN", 0.05)
 
-    @site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True, ttl=1)
+    @site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True)
     def work(self: Any) -> str:
         return "done"
 
@@ -1109,8 +1116,7 @@ def test_who_meets_its_own_dead_run_comes_again(
             connection.exec_driver_sql(f"UPDATE locks SET {who}")
         request.execute()
         assert result.state == "RETRY"
-    with site.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE locks SET expires_at = datetime('now', '-1 second')")
+    site.expire()
     site.run()
     assert result.get() == "done"
 
@@ -1151,14 +1157,15 @@ def test_a_dead_one_is_not_joined(site: Site) -> None:
 def test_one_that_is_queued_may_lose_its_place(site: Site) -> None:
     """With `renew=False` too, the run goes by its own lock."""
 
-    @site.task("k", scope="both", renew=False, ttl=0.5, timeout=10, on_busy="wait")
+    @site.task("k", scope="both", renew=False, timeout=30, on_busy="wait")
     def work(self: Any) -> str:
         return "done"
 
     result = work.delay()
     with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
         running = pool.submit(site.run)
-        time.sleep(0.9)
+        wait_until(site.is_waited_for)
+        site.expire("k (queued)")
         release()
         running.result()
     assert result.get() == "done"
@@ -1412,10 +1419,7 @@ def test_many_are_thrown_away_by_one_thread(site: Site) -> None:
     for _ in range(20):
         assert site.fetch().revoked()
     assert threading.active_count() <= before + 1
-    deadline = time.monotonic() + 10
-    while site.held():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not site.held())
 
 
 def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:

@@ -51,6 +51,7 @@ def shell(environment: dict[str, str], code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.timeout(240)
 def test_a_worker_locks_and_reaps(environment: dict[str, str], tmp_path: Path) -> None:
     """Ten restocks at once lose nothing, a lock is handed over to a task, and beat has the reaper run."""
     shell(
@@ -100,7 +101,7 @@ take_stock.delay(lock.detach())
         stderr=log,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         state = ""
         while state != "10 False" and time.monotonic() < deadline:
             time.sleep(0.2)
