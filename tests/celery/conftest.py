@@ -15,12 +15,28 @@ from typing import Any
 
 import pytest
 from celery._state import _set_current_app, _tls
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.pool import NullPool
 
+from sqlalchemy_dblock import metadata
 from tests.celery import locked
 from tests.conftest import ready, run, url
 from tests.support.servers import RabbitMQ, Redis, running
 
 ROOT = Path(__file__).parent.parent.parent
+PLAIN = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+"""The environment of a process without Django."""
+
+
+def python(*arguments: str, environment: dict[str, str] = PLAIN, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What a Python of its own has said."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def beats_site(directory: Path) -> dict[str, str]:
+    """The environment of a Django site with django-celery-beat, on a file of its own."""
+    return {**PLAIN, "DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": f"{directory}/db.sqlite3"}
 
 
 class Worker:
@@ -85,7 +101,7 @@ class Worker:
                 raise
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 40.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 100.0) -> None:
     """Until it is true; fails if that takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -133,7 +149,7 @@ class Celery:
     def worker(self, *arguments: str, **told: Any) -> Worker:
         """Start one more, and wait until it takes tasks."""
         environment = {
-            **{name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"},
+            **PLAIN,
             "CELERY_TEST": json.dumps({**self.told, **told}),
             "CELERY_TEST_DATABASE": self._database,
         }
@@ -161,6 +177,15 @@ def _current_app() -> Iterator[None]:
     before = _tls.current_app
     yield
     _set_current_app(before)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """A file of locks."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
+    metadata.create_all(engine)
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +11,10 @@ from typing import Any
 import celery
 import pytest
 from celery import _state
-from sqlalchemy import Engine, create_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Engine
 
 from dblock.celery import current_lock, locked_task
-from sqlalchemy_dblock import metadata
+from tests.celery.conftest import python
 
 KIT = """
 import pytest
@@ -93,21 +89,10 @@ def test_session(celery_session_app, celery_session_worker, number):
 def test_the_test_kit_of_celery(tmp_path: Path) -> None:
     """Each test has its own app with its own tasks, also of the names and keys that an earlier test used."""
     (tmp_path / "test_kit.py").write_text(KIT)
-    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     plugins = [f"-pno:{name}" for name in ("randomly", "django", "asyncio", "xdist", "dblock", "ddtrace")]
-    command = [sys.executable, "-m", "pytest", "-q", "-Wdefault", *plugins, "--rootdir=.", "test_kit.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = python("-m", "pytest", "-q", "-Wdefault", *plugins, "--rootdir=.", "test_kit.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed" in done.stdout
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """The locks' database."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture(autouse=True)

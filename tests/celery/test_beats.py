@@ -12,16 +12,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kombu import Connection
 
-from tests.celery.conftest import ROOT, wait_until
+from tests.celery.conftest import PLAIN, ROOT, beats_site, python, wait_until
 from tests.conftest import ready, run, url
 from tests.support.servers import Redis
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
 
 LONG = os.environ.get("DBLOCK_CELERY", "short") == "long"
 
@@ -31,8 +30,7 @@ class Beats:
 
     def __init__(self, broker: str, directory: Path, **environment: str) -> None:
         self._directory, self._broker, self._queue = directory, broker, directory.name
-        known = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-        self.environment = {**known, "BEATS_BROKER": broker, "BEATS_QUEUE": self._queue, **environment}
+        self.environment = {**PLAIN, "BEATS_BROKER": broker, "BEATS_QUEUE": self._queue, **environment}
         self.processes = dict[str, subprocess.Popen[bytes]]()
 
     def start(self) -> str:
@@ -201,12 +199,10 @@ once.save()
 
 def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Path) -> None:
     """The beat that takes over knows what was sent, whatever its tables say; and does what their users say."""
-    told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
-    beats = make(**told)
+    beats = make(**beats_site(tmp_path))
 
-    def django(code: str) -> Any:
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, env=beats.environment, capture_output=True, text=True, check=False)
+    def django(code: str) -> str:
+        done = python("-c", code, environment=beats.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -267,9 +263,5 @@ scheduler.close()
 
 def test_what_the_broker_did_not_take_is_not_written_down_as_sent(make: Callable[..., Beats], tmp_path: Path) -> None:
     """Though Celery has the schedule saved with each message, sent or not."""
-    told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
-    command = [sys.executable, "-c", UNSENT]
-    done = subprocess.run(
-        command, cwd=ROOT, env=make(**told).environment, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python("-c", UNSENT, environment=make(**beats_site(tmp_path)).environment)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from tests.celery import locked
 from tests.celery.conftest import Celery, held, overlaps, redelivering, runs, wait_until
 from tests.conftest import run
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
 
 LONG = os.environ.get("DBLOCK_CELERY") == "long"
 LEASE = 3.0
@@ -109,9 +109,10 @@ def test_time_limits_free_the_key(celery: Celery, name: str, error: type[Excepti
     result = getattr(locked, name).delay("r")
     with pytest.raises(error):
         result.get(timeout=30)
-    ended = time.monotonic()
-    wait_until(lambda: not run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL AND expires_at > now()"))
-    assert time.monotonic() - ended < (LEASE + 2 if name == "hard" else 1)
+    alive = "SELECT 1 FROM locks WHERE owner IS NOT NULL AND expires_at > now()"
+    if name == "soft":
+        assert not run("postgresql", alive)
+    wait_until(lambda: not run("postgresql", alive), LEASE + 10)
 
 
 @pytest.mark.parametrize("name", ["interrupted", "uninterrupted"])
@@ -141,7 +142,7 @@ def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
     with pytest.raises((TaskRevokedError, WorkerLostError)):
         result.get(timeout=30)
     alive = "SELECT 1 FROM locks WHERE lock_key LIKE 'join%' AND expires_at > now()"
-    wait_until(lambda: not run("postgresql", alive), LEASE + 6)
+    wait_until(lambda: not run("postgresql", alive), LEASE + 20)
     if when == "queued":
         assert blocker.get(timeout=20) == "done b"
     if when != "running":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from dblock import db_lock
+from tests.celery.conftest import beats_site, python
 from tests.conftest import ALIASES, ready, run
 
 
@@ -68,8 +66,7 @@ assert (entry["schedule"], entry["options"]) == (60.0, {"expires": 60.0})
 found = app.tasks[entry["task"]].apply(kwargs=entry["kwargs"]).get()
 assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, found
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    done = python("-c", code, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
@@ -92,9 +89,7 @@ assert "dblock.W005" not in [found.id for found in run_checks(include_deployment
 
 def test_django_celery_beat_is_told_of_it(tmp_path: Path) -> None:
     """Again and again: there is one entry."""
-    told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
-    command = [sys.executable, "-c", SCHEDULED]
-    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=False)
+    done = python("-c", SCHEDULED, environment=beats_site(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "django-celery-beat runs dblock.reap_expired every 30 s"
 

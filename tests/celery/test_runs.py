@@ -7,9 +7,6 @@ import enum
 import functools
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -31,7 +28,6 @@ from celery.worker.strategy import proto1_to_proto2
 from django.utils.connection import ConnectionDoesNotExist
 from kombu.serialization import prepare_accept_content
 from sqlalchemy import Engine, create_engine
-from sqlalchemy.pool import NullPool
 
 from dblock.celery import LockTask, current_lock, locked_task, place_lost, places, skipped, task, task_skipped
 from dblock.celery.header import NAME, Header
@@ -42,21 +38,12 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import db_lock, metadata, observe
+from sqlalchemy_dblock import db_lock, observe
 from sqlalchemy_dblock.store import own_store
-from tests.celery.conftest import wait_until
+from tests.celery.conftest import python, wait_until
 from tests.conftest import ready, run, url
 
 NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """The locks' database."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @contextlib.contextmanager
@@ -166,6 +153,25 @@ def site(tmp_path: Path, engine: Engine) -> Iterator[Site]:
     site.app.close()
 
 
+def done(self: Any) -> str:
+    """The function of a task."""
+    return "done"
+
+
+def its_key(self: Any) -> str:
+    """That of a task that says what it holds."""
+    return current_lock().key
+
+
+def its_fence(self: Any) -> int:
+    """That of a task that says under which fence it ran."""
+    return current_lock().fence
+
+
+def nothing(self: Any) -> None:
+    """That of a task that has nothing to say."""
+
+
 def header(request: Request) -> Header:
     """What the message says of its lock."""
     return Header.of(request.request_dict, request.id)
@@ -174,19 +180,38 @@ def header(request: Request) -> Header:
 # -- the key
 
 
-def test_the_key_is_made_of_the_call(site: Site) -> None:
-    """Of its arguments with their defaults, but not of the task; its name is stored with the lock, and its id."""
+class Color(str, enum.Enum):  # noqa: UP042 - of which Celery's users have some
+    """A value that JSON takes for text."""
 
-    @site.task("{a}-{b}", label="why")
-    def work(self: Any, a: int, b: int = 2) -> Any:
+    RED = "red"
+
+
+KEYS: list[tuple[Any, list[Any], dict[str, Any], str]] = [
+    ("{a}-{b}", [1], {}, "1-2"),
+    ("{a}", [(1, 2)], {}, "[1, 2]"),
+    ("{a}", [Color.RED], {}, "red"),
+    (lambda task, a, **rest: f"{task.name[-4:]}/{a}/{sorted(rest)}", [1], {"c": 2}, "work/1/['c']"),
+]
+
+
+@pytest.mark.parametrize(("key", "args", "kwargs", "made"), KEYS)
+def test_the_key_is_made_of_the_call(site: Site, key: Any, args: Any, kwargs: Any, made: str) -> None:
+    """Of its arguments, as the message has them, with their defaults, but not of the task: where it is sent, where it
+    runs, and in a direct call. The lock has the task's name and id.
+    """
+
+    @site.task(key, label="why", scope="queue")
+    def work(self: Any, a: Any, b: int = 2, **rest: Any) -> Any:
         info = current_lock().inspect()
         assert info is not None
         return [current_lock().key, info.label, info.identity.celery_task_id]
 
-    result = work.delay(1)
+    result = work.delay(*args, **kwargs)
+    assert list(site.held()) == [made]
     site.run()
-    assert result.get() == ["1-2", f"{work.name}: why", result.id]
+    assert result.get() == [made, f"{work.name}: why", result.id]
     assert not site.held()
+    assert work(*args, **kwargs)[0] == work.apply(args, kwargs).get()[0] == made
 
 
 def test_a_key_by_default_is_that_of_the_arguments(site: Site) -> None:
@@ -204,18 +229,6 @@ def test_a_key_by_default_is_that_of_the_arguments(site: Site) -> None:
     assert keys[0] == keys[1] == keys[2]
     assert keys[0] != keys[3] != keys[4] == keys[5]
     assert keys[0].startswith(f"{work.name}:")
-
-
-def test_a_key_may_be_made_by_a_function(site: Site) -> None:
-    """It is given the task and the arguments."""
-
-    @site.task(lambda task, a, **rest: f"{task.name}/{a}/{sorted(rest)}")
-    def work(self: Any, a: int, **rest: Any) -> Any:
-        return current_lock().key
-
-    result = work.delay(1, c=2)
-    site.run()
-    assert result.get() == f"{work.name}/1/['c']"
 
 
 @pytest.mark.parametrize(
@@ -497,9 +510,7 @@ def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.Monk
 def test_going_back_has_a_bound(site: Site, limit: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Then the task fails with LockTimeout, which names the holder, and is no error in the log."""
 
-    @site.task("k", **limit)
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", **limit)(nothing)
     with somebody(site.engine, "k"):
         result = work.delay()
         tries = 0
@@ -518,9 +529,7 @@ def test_going_back_has_a_bound(site: Site, limit: dict[str, Any], caplog: pytes
 def test_going_back_for_a_time_tries_at_its_end(site: Site) -> None:
     """The last countdown is no longer than what is left."""
 
-    @site.task("k", busy_timeout=0.2)
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", busy_timeout=0.2)(nothing)
     with somebody(site.engine, "k"):
         _ = work.delay()
         site.run()
@@ -585,18 +594,33 @@ def test_so_many_runs_at_a_time(site: Site, on_busy: str) -> None:
     assert site.held() == {}
 
 
-@pytest.mark.parametrize("on_busy", ["raise", "wait"])
-def test_failing_is_no_error_in_the_log(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) -> None:
-    """LockTimeout is the task's failure."""
+@pytest.mark.parametrize("on_busy", ["retry", "wait", "raise", "skip"])
+def test_a_busy_key(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A message, a call and `apply()` end as the policy says, with no error in the log.
 
-    @site.task("k", on_busy=on_busy, timeout=0.3)
-    def work(self: Any) -> None: ...
+    A call has no broker to go back to: "retry" waits as "wait" does.
+    """
+    waits = on_busy in {"retry", "wait"}
 
-    with somebody(site.engine, "k"):
+    work = site.task("k", on_busy=on_busy, **({"timeout": 0.3} if waits else {}))(its_key)
+
+    def message() -> Any:
         result = work.delay()
         site.run()
-    with pytest.raises(LockTimeout, match="somebody"):
-        result.get()
+        return result.get()
+
+    with somebody(site.engine, "k"):
+        began = time.monotonic()
+        for call in (work, lambda: work.apply(throw=True).get(), *([message] if on_busy != "retry" else ())):
+            if on_busy == "skip":
+                assert skipped(call())
+            else:
+                with pytest.raises(LockTimeout, match="somebody"):
+                    call()
+        assert time.monotonic() - began < 15
+    assert work() == work.apply().get() == message() == "k"
+    site.app.conf.task_always_eager = True
+    assert work.delay().get() == "k"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -649,10 +673,7 @@ def test_a_second_call_is_answered_with_the_first(site: Site) -> None:
 def test_sending_may_refuse_instead(site: Site) -> None:
     """With the id of the first."""
 
-    @site.task("k", scope="queue", on_busy="raise")
-    def work(self: Any) -> str:
-        return "done"
-
+    work = site.task("k", scope="queue", on_busy="raise")(done)
     first = work.delay()
     with pytest.raises(LockTimeout, match=first.id):
         work.delay()
@@ -704,9 +725,7 @@ def test_a_message_that_is_not_sent_has_no_lock(site: Site, monkeypatch: pytest.
 def test_a_message_that_nobody_runs_gives_its_lock_back(site: Site, how: str) -> None:
     """Where a worker throws it away."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", scope="queue")(nothing)
     result = work.apply_async(expires=0.05 if how == "expired" else None)
     time.sleep(0.1)
     if how == "revoked":
@@ -716,47 +735,40 @@ def test_a_message_that_nobody_runs_gives_its_lock_back(site: Site, how: str) ->
     wait_until(lambda: not site.held())
 
 
-def test_its_own_retry_takes_the_lock_along(site: Site) -> None:
-    """The same tenure, while nobody runs it too; what comes in the meantime joins it."""
+@pytest.mark.parametrize("on_retry", ["keep", "release"])
+@pytest.mark.parametrize("how", ["retry", "autoretry"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_retry_takes_the_lock_along_or_releases_it(site: Site, on_retry: str, how: str, by_name: bool) -> None:
+    """Whether its message had it or its first run took it, once the body has ended.
 
-    @site.task("k", scope="queue", max_retries=5)
-    def work(self: Any) -> Any:
+    Kept, it is the same tenure, which a second call meanwhile joins; else the next run takes the key anew.
+    """
+
+    @site.task("k", scope="queue", on_retry=on_retry, autoretry_for=(ValueError,), max_retries=5)
+    def work(self: Any) -> str:
         fences.append(current_lock().fence)
-        if self.request.retries < 2:
-            raise self.retry(countdown=3)
+        try:
+            if self.request.retries < 2:
+                raise ValueError if how == "autoretry" else self.retry(countdown=3)
+        finally:
+            current_lock().check()
+            assert current_lock().verify()
         return "done"
 
     fences = list[int]()
-    first = work.delay()
+    first = site.app.send_task(work.name) if by_name else work.delay()
     for _ in range(2):
         site.run()
-        assert site.held() == {"k": first.id}
-        assert work.delay().id == first.id
+        assert first.state == "RETRY"
+        assert site.held() == ({"k": first.id} if on_retry == "keep" else {})
+        if on_retry == "keep":
+            assert work.delay().id == first.id
     site.run()
     assert first.get() == "done"
-    assert len(set(fences)) == 1
+    assert len(set(fences)) == (1 if on_retry == "keep" else 3)
+    assert fences == sorted(fences)
     assert not site.held()
     assert site.messages() == 0
-
-
-def test_a_lock_that_was_taken_by_the_run_goes_along_too(site: Site) -> None:
-    """Of a message that was sent by name: from its first run on it has the lock."""
-
-    @site.task("k", scope="queue", max_retries=5)
-    def work(self: Any) -> Any:
-        fences.append(current_lock().fence)
-        if not self.request.retries:
-            raise self.retry(countdown=3)
-        return "done"
-
-    fences = list[int]()
-    result = site.app.send_task(work.name)
-    site.run()
-    assert site.held() == {"k": result.id}
-    site.run()
-    assert result.get() == "done"
-    assert len(set(fences)) == 1
-    assert not site.held()
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
@@ -778,25 +790,6 @@ def test_a_run_that_has_sent_its_retry_ends_as_one(site: Site, scope: str) -> No
     assert result.get() == "done"
 
 
-def test_its_own_retry_may_give_the_lock_up(site: Site) -> None:
-    """Then the next run takes it anew."""
-
-    @site.task("k", scope="queue", max_retries=5, on_retry="release")
-    def work(self: Any) -> Any:
-        fences.append(current_lock().fence)
-        if not self.request.retries:
-            raise self.retry(countdown=0)
-        return "done"
-
-    fences = list[int]()
-    first = work.delay()
-    site.run()
-    assert not site.held()
-    site.run()
-    assert first.get() == "done"
-    assert fences[0] < fences[1]
-
-
 def test_a_retry_that_is_not_sent_keeps_the_lock_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the task ends."""
 
@@ -813,13 +806,11 @@ def test_a_retry_that_is_not_sent_keeps_the_lock_here(site: Site, monkeypatch: p
     assert not site.held()
 
 
-def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
-    """If nobody has the key since."""
+def test_a_lost_place_is_told_and_taken_anew(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """If nobody has the key since. The log names the causes of an end: a process that was killed, or a long queue."""
     told = []
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> Any:
-        return current_lock().fence
+    work = site.task("k", scope="queue")(its_fence)
 
     def hear(**said: Any) -> None:
         told.append((said["task_id"], said["key"], type(said["error"])))
@@ -836,22 +827,14 @@ def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
     assert site.messages() == 1
     site.run()
     assert first.get() > second.get()
-
-
-def test_a_lock_that_was_over_when_its_message_came(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """The log names the causes: a process that was killed, or a long queue. A longer ttl would mend neither."""
-
-    @site.task("k", scope="queue")
-    def work(self: Any) -> Any:
-        return current_lock().fence
-
-    result = work.delay()
+    caplog.clear()
+    third = work.delay()
     site.expire()
     site.run()
-    assert result.get() > 0
+    assert third.get() > 0
     [line] = [each.getMessage() for each in caplog.records if "was over before it ran" in each.getMessage()]
     assert "the process that ran the task before was killed, or the message waited longer than queue_ttl" in line
-    assert "longer ttl" not in caplog.text
+    assert "longer ttl" not in caplog.text, "it would mend neither"
 
 
 def test_a_message_that_comes_twice_is_run_by_one_at_a_time(site: Site) -> None:
@@ -953,20 +936,6 @@ def test_nothing_that_hangs_on_a_message_is_lost(site: Site) -> None:
     assert not site.held()
 
 
-def test_eager_tasks_take_their_locks_in_turn(site: Site) -> None:
-    """With `apply()` and `task_always_eager` a busy key is waited for: there is no broker to go back to."""
-
-    @site.task("k", timeout=0.3)
-    def work(self: Any) -> Any:
-        return current_lock().key
-
-    assert work.apply().get() == "k"
-    with somebody(site.engine, "k"), pytest.raises(LockTimeout, match="somebody"):
-        work.apply(throw=True).get()
-    site.app.conf.task_always_eager = True
-    assert work.delay().get() == "k"
-
-
 def test_there_is_no_current_lock_elsewhere() -> None:
     """Outside of a locked task."""
     with pytest.raises(LockNotHeld, match="no locked task"):
@@ -976,9 +945,7 @@ def test_there_is_no_current_lock_elsewhere() -> None:
 def test_a_broker_that_does_not_take_it_back_is_waited_for_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the task runs when the key is free."""
 
-    @site.task("k")
-    def work(self: Any) -> Any:
-        return current_lock().key
+    work = site.task("k")(its_key)
 
     def refuse(*_: Any, **__: Any) -> None:
         release()
@@ -1017,9 +984,7 @@ def test_a_worker_says_what_does_not_go_together(
         site.app = celery.Celery(site.app.main, broker="memory://", backend="disabled://")
     site.app.conf.update(settings)
 
-    @site.task("k", **options)
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", **options)(nothing)
     site.app.tasks[work.name].time_limit = celerys.get("time_limit")
     found = [each for each in problems(site.app) if site.app.main in each.text or "visibility" in each.text]
     assert len(found) == bool(said)
@@ -1030,27 +995,8 @@ def test_a_worker_says_what_does_not_go_together(
 # -- what others have run into
 
 
-@pytest.mark.parametrize("on_retry", ["keep", "release"])
-def test_autoretry_is_a_retry(site: Site, on_retry: str) -> None:
-    """Celery's wraps the whole run: the lock goes along with what it sends, or is taken anew."""
-
-    @site.task("k", scope="queue", on_retry=on_retry, autoretry_for=(ValueError,), max_retries=3)
-    def work(self: Any) -> str:
-        fences.append(current_lock().fence)
-        if self.request.retries < 2:
-            raise ValueError
-        return "done"
-
-    fences = list[int]()
-    first = work.apply_async()
-    for _ in range(2):
-        site.run()
-        assert first.state == "RETRY"
-        assert site.held() == ({"k": first.id} if on_retry == "keep" else {})
-    site.run()
-    assert first.get() == "done"
-    assert len(set(fences)) == (1 if on_retry == "keep" else 3)
-    assert not site.held()
+def test_what_was_busy_before_a_retry_does_not_count_after_it(site: Site) -> None:
+    """Each run has as many tries."""
 
     @site.task("b", busy_retries=1, autoretry_for=(ValueError,), max_retries=1, retry_backoff=False)
     def busy(self: Any) -> str:
@@ -1062,7 +1008,7 @@ def test_autoretry_is_a_retry(site: Site, on_retry: str) -> None:
     for holds in (True, False, True, False):
         with somebody(site.engine, "b") if holds else contextlib.nullcontext():
             site.run()
-    assert result.get() == "done", "what was busy before a retry does not count after it"
+    assert result.get() == "done"
 
 
 def test_what_has_its_id_already_is_sent(site: Site) -> None:
@@ -1103,10 +1049,7 @@ def test_who_meets_its_own_dead_run_comes_again(
     monkeypatch.setattr(task, "OWN", 0.05)
     monkeypatch.setattr(places, "OWN", 0.05)
 
-    @site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True)
-    def work(self: Any) -> str:
-        return "done"
-
+    work = site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True)(done)
     result = work.delay()
     request = site.fetch()
     with somebody(site.engine, "k") if scope == "run" else contextlib.nullcontext():
@@ -1124,10 +1067,7 @@ def test_who_meets_its_own_dead_run_comes_again(
 def test_only_a_task_of_the_same_kind_is_joined(site: Site) -> None:
     """Where anybody else has the key, the message waits for its turn in the worker."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> str:
-        return "done"
-
+    work = site.task("k", scope="queue")(done)
     with somebody(site.engine, "k"):
         with site.engine.begin() as connection:
             connection.exec_driver_sql("UPDATE locks SET celery_task_id = 'theirs'")
@@ -1145,10 +1085,7 @@ def test_only_a_task_of_the_same_kind_is_joined(site: Site) -> None:
 def test_a_dead_one_is_not_joined(site: Site) -> None:
     """Its process was killed: it has a result, and its lock is about to end."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> str:
-        return "done"
-
+    work = site.task("k", scope="queue")(done)
     first = work.delay()
     site.app.backend.mark_as_failure(first.id, ValueError("killed"))
     assert work.delay().id != first.id
@@ -1157,10 +1094,7 @@ def test_a_dead_one_is_not_joined(site: Site) -> None:
 def test_one_that_is_queued_may_lose_its_place(site: Site) -> None:
     """With `renew=False` too, the run goes by its own lock."""
 
-    @site.task("k", scope="both", renew=False, timeout=30, on_busy="wait")
-    def work(self: Any) -> str:
-        return "done"
-
+    work = site.task("k", scope="both", renew=False, timeout=30, on_busy="wait")(done)
     result = work.delay()
     with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
         running = pool.submit(site.run)
@@ -1200,29 +1134,10 @@ def test_a_retry_with_other_arguments_has_another_key(site: Site) -> None:
     assert not site.held()
 
 
-def test_the_key_is_that_of_the_message(site: Site) -> None:
-    """Where it is sent, too: JSON makes lists of tuples, and values of enums."""
-
-    class Color(str, enum.Enum):  # noqa: UP042 - of which Celery's users have some
-        RED = "red"
-
-    @site.task("{a}", scope="queue")
-    def work(self: Any, a: Any) -> Any:
-        return current_lock().key
-
-    for argument, key in (((1, 2), "[1, 2]"), (Color.RED, "red")):
-        result = work.delay(argument)
-        assert list(site.held()) == [key]
-        site.run()
-        assert result.get() == key
-
-
 def test_headers_that_are_passed_on_carry_no_lock(site: Site) -> None:
     """They are for one task."""
 
-    @site.task("inner")
-    def inner(self: Any) -> Any:
-        return current_lock().key
+    inner = site.task("inner")(its_key)
 
     @site.task("outer", scope="queue")
     def outer(self: Any) -> Any:
@@ -1237,31 +1152,10 @@ def test_headers_that_are_passed_on_carry_no_lock(site: Site) -> None:
         assert site.app.AsyncResult(name).get() == "inner"
 
 
-@pytest.mark.parametrize("on_retry", ["keep", "release"])
-def test_the_lock_is_held_until_the_body_has_ended(site: Site, on_retry: str) -> None:
-    """After `raise self.retry()` too; the message that it sent waits for that."""
-
-    @site.task("k", scope="queue", max_retries=3, on_retry=on_retry)
-    def work(self: Any) -> str:
-        try:
-            if not self.request.retries:
-                raise self.retry(countdown=0)
-        finally:
-            current_lock().check()
-            assert current_lock().verify()
-        return "done"
-
-    result = work.delay()
-    site.run()
-    site.run()
-    assert result.get() == "done"
-
-
 def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no broker's error, so the task does not run here as well."""
 
-    @site.task("k")
-    def work(self: Any) -> None: ...
+    work = site.task("k")(nothing)
 
     def limit(*_: Any, **__: Any) -> None:
         raise SoftTimeLimitExceeded
@@ -1273,34 +1167,6 @@ def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest
         request.execute()
     with pytest.raises(SoftTimeLimitExceeded):
         result.get()
-
-
-@pytest.mark.parametrize("how", ["key", "before_start"])
-def test_what_fails_before_it_runs_gives_its_lock_back(site: Site, how: str) -> None:
-    """A function that makes keys, and what a base class does first."""
-
-    class Base(celery.Task):  # type: ignore[misc]
-        def before_start(self, *_: Any) -> None:
-            if how == "before_start":
-                raise ValueError
-
-    def make_key(task: Any) -> str:
-        if how == "key" and made:
-            raise ValueError
-        made.append(True)
-        return "k"
-
-    made = list[bool]()
-
-    @site.task(make_key, scope="both", base=Base, bind=False)
-    def work() -> None: ...
-
-    result = work.delay()
-    assert site.held()
-    site.run()
-    with pytest.raises(ValueError):
-        result.get()
-    assert not site.held()
 
 
 def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1336,9 +1202,7 @@ def test_a_message_that_finds_another_server(
     engine = create_engine(url("postgresql"))
     site, lost = Site(tmp_path, engine), list[Any]()
 
-    @site.task("k", scope=scope, on_busy="skip", queue_ttl=300)
-    def work(self: Any) -> Any:
-        return current_lock().fence
+    work = site.task("k", scope=scope, on_busy="skip", queue_ttl=300)(its_fence)
 
     def hear(**said: Any) -> None:
         lost.append(said)
@@ -1371,10 +1235,7 @@ def test_a_database_that_is_away_for_a_moment_fails_no_task(
 ) -> None:
     """Nobody would bring the message back, and nobody is waiting for a quick answer."""
 
-    @site.task("k", on_busy=on_busy)
-    def run(self: Any) -> str:
-        return "done"
-
+    run = site.task("k", on_busy=on_busy)(done)
     pool: Any = own_store(site.engine)._source
     opening, begun = pool.open, clock.now()
 
@@ -1426,9 +1287,7 @@ def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
     """As Celery takes it, whatever the app's is."""
     site.app.conf.timezone = "America/New_York"
 
-    @site.task("k", scope="queue", queue_ttl=50)
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", scope="queue", queue_ttl=50)(nothing)
     _ = work.apply_async(eta=datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=1))
     info = db_lock(site.engine, "k").inspect()
     assert info is not None
@@ -1489,7 +1348,7 @@ def test_another_task_of_that_name_is_not_taken_for_it(site: Site) -> None:
         same.delay()
 
 
-def test_without_django_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_django_it_says_what_to_do() -> None:
     """`engine=engine`."""
     code = """
 from celery import Celery
@@ -1499,10 +1358,7 @@ app = Celery("x", broker="memory://")
 def work(): ...
 work.apply(throw=True)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "engine=, a SQLAlchemy Engine" in done.stderr
+    assert "engine=, a SQLAlchemy Engine" in python("-c", code).stderr
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
@@ -1563,57 +1419,63 @@ def test_a_soft_time_limit_on_the_way_out_leaves_no_lock(
         assert result.get() == "done"
 
 
-@pytest.mark.parametrize("how", ["retry", "reject"])
-def test_what_ends_before_it_came_to_its_lock(site: Site, how: str) -> None:
-    """A retry takes it along; a rejected message gives it back."""
+@pytest.mark.parametrize("scope", ["queue", "both"])
+@pytest.mark.parametrize("how", ["key", "before_start", "reject", "retry"])
+def test_what_ends_before_it_came_to_its_lock(site: Site, how: str, scope: str) -> None:
+    """A message that fails there gives its lock back, and so does a rejected one; a retry takes it along."""
 
-    class Base(celery.Task):  # type: ignore[misc]
-        def before_start(self, *_: Any) -> None:
-            if how == "reject":
-                raise Reject("x", requeue=False)
-            if not self.request.retries:
-                raise self.retry(countdown=0)
-
-    @site.task("k", scope="queue", base=Base, max_retries=3, bind=False)
+    @site.task(key_of(how), scope=scope, base=base_of(how), max_retries=3, bind=False)
     def work() -> int:
         return int(current_lock().fence or 0)
 
     result = work.delay()
-    info = db_lock(site.engine, "k").inspect()
+    queued = site.held()
+    assert queued == {"k" if scope == "queue" else "k (queued)": result.id}
+    info = db_lock(site.engine, *queued).inspect()
     assert info is not None
     site.run()
     if how == "retry":
-        assert site.held() == {"k": result.id}
+        assert site.held() == queued
         site.run()
-        assert result.get() == info.fence
+        assert (result.get() == info.fence) == (scope == "queue")
+    elif how != "reject":
+        with pytest.raises(ValueError):
+            result.get()
     assert not site.held()
 
 
-@pytest.mark.exact
-@pytest.mark.parametrize("on_busy", ["skip", "raise"])
-def test_a_direct_call_does_not_wait_where_it_is_not_to(site: Site, on_busy: str) -> None:
-    """Only "retry", which has nowhere to go back to."""
+def key_of(how: str) -> Callable[..., str]:
+    """Makes the key "k"; with "key" once only."""
+    made = list[Any]()
 
-    @site.task("k", on_busy=on_busy)
-    def work(self: Any) -> None: ...
+    def key(task: Any) -> str:
+        made.append(task)
+        if how == "key" and len(made) > 1:
+            raise ValueError
+        return "k"
 
-    with somebody(site.engine, "k"):
-        began = time.monotonic()
-        if on_busy == "skip":
-            assert skipped(work())
-            assert skipped(work.apply().get())
-        else:
-            with pytest.raises(LockTimeout):
-                work()
-        assert time.monotonic() - began < 5
+    return key
+
+
+def base_of(how: str) -> type[Any]:
+    """A class of tasks that ends so before a run comes to its lock."""
+
+    class Base(celery.Task):  # type: ignore[misc]
+        def before_start(self, *_: Any) -> None:
+            if how == "before_start":
+                raise ValueError
+            if how == "reject":
+                raise Reject("x", requeue=False)
+            if how == "retry" and not self.request.retries:
+                raise self.retry(countdown=0)
+
+    return Base
 
 
 def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
     """If nobody has it; and so does the retry of one that runs, where it is not queued any more."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> str:
-        return "done"
+    work = site.task("k", scope="queue")(done)
 
     @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
     def replaced(self: Any) -> Any:
@@ -1638,16 +1500,6 @@ def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
     assert retried.get() == "done"
     assert not site.held()
     assert site.messages() == 0
-
-
-def test_a_direct_call_has_the_key_of_a_message(site: Site) -> None:
-    """Lists for tuples."""
-
-    @site.task("{a}")
-    def work(self: Any, a: Any) -> Any:
-        return current_lock().key
-
-    assert work((1, 2)) == work.apply(((1, 2),)).get() == "[1, 2]"
 
 
 # -- seen from outside
@@ -1729,22 +1581,11 @@ def work_of_others(self: Any, n: int) -> None:
 def test_a_token_of_another_key_is_not_given_back(site: Site, how: str) -> None:
     """By a message that nobody runs, or that ends before its run."""
 
-    class Base(celery.Task):  # type: ignore[misc]
-        def before_start(self, *_: Any) -> None:
-            if how == "before_start":
-                raise ValueError
-            if how == "retry" and not self.request.retries:
-                raise self.retry(countdown=0)
-
-    def make_key(task: Any) -> str:
-        if how == "key":
-            raise ValueError
-        return "k"
-
-    @site.task(make_key, scope="queue", base=Base, bind=False)
+    @site.task(make_key := key_of(how), scope="queue", base=base_of(how), bind=False)
     def work() -> str:
         return str(current_lock().key)
 
+    _ = make_key(work)  # as by its sender
     victim = db_lock(site.engine, "victim")
     result = forge(site, work, token=elsewhere(lambda: victim.acquire() and victim.detach()))
     if how == "revoked":
@@ -1816,9 +1657,7 @@ def test_a_header_with_nonsense_counts_for_nothing(site: Site, said: dict[str, A
 def test_a_time_to_come_does_not_put_a_limit_off(site: Site) -> None:
     """Neither does a clock that is fast."""
 
-    @site.task("k", busy_timeout=0.2)
-    def work(self: Any) -> None: ...
-
+    work = site.task("k", busy_timeout=0.2)(nothing)
     with somebody(site.engine, "k"):
         result = forge(site, work, tries=1, since=time.time() + 1e6)
         site.run()
