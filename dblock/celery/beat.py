@@ -19,7 +19,6 @@ the state still shows that claim. No temporary failure ends a beat, and no entry
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import signal
@@ -49,8 +48,6 @@ WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
 PAUSE: Final = 2.0
 """Seconds after which a database or broker that was away is tried again."""
-PATIENCE: Final = 3
-"""Seconds for which a signal that ends the beat waits at most until what was claimed has been sent."""
 
 _log = get_logger("celery.beat")
 _mixin: Any = object
@@ -62,6 +59,15 @@ class Sent(NamedTuple):
 
     moment: str
     times: int
+
+
+class Claim(NamedTuple):
+    """What is claimed, and not known to be sent."""
+
+    entry: Any
+    """As it is from the claim on."""
+    before: Sent
+    claimed: Sent
 
 
 class SingleBeat(_mixin):  # type: ignore[misc]
@@ -86,12 +92,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._key = self.lock_key or f"celery-beat:{app.main or 'celery'}"
         self._leader: SyncLeader | None = None
         """Elected, while this beat is active."""
-        self._read: SyncLeader | None = None
-        """The one under which the schedule was read."""
         self._runs: dict[str, Sent] | None = None
-        """By entry; None unless active."""
-        self._unsent: dict[str, tuple[Sent, Sent]] = {}
-        """What is claimed and not sent: how it was before, and the claim."""
+        """By entry; None until the state is entered and the schedule read."""
+        self._claim: Claim | None = None
         self._number = 0
         """Number of the last write of the state."""
         self._heap: Any = None
@@ -118,8 +121,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
                 self._take_over()
             with _undisturbed():
                 seconds = float(super().tick(*args, **kwargs))
-                if self._unsent:
-                    self._give_back()
+                if self._claim is not None:
+                    self._withdraw(self._claim)
             self._current().check()
         except (LockLost, LockRevoked) as lost:
             self._stand_by()
@@ -141,8 +144,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._current().check()
         before = _sent(entry)
         reserved = super().reserve(entry)
-        self._unsent[entry.name] = before, _sent(reserved)
-        self._write({**(self._runs or {}), entry.name: _sent(reserved)})
+        self._claim = Claim(reserved, before, _sent(reserved))
+        self._write({**(self._runs or {}), entry.name: self._claim.claimed})
         return reserved
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
@@ -157,7 +160,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             _log.exception("Message Error")  # it would fail again: left out, as Celery does
         else:
             self._told = "active"
-        _ = self._unsent.pop(entry.name, None)
+        self._claim = None
 
     def sync(self) -> None:
         """Save the schedule, if it is ours."""
@@ -216,46 +219,40 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         entered = drive(states.enter(*self._tenure()))
         if entered is None:
             raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
-        runs = {name: Sent(*sent) for name, sent in json.loads(entered.state or "{}").items()}
-        self._number = max(self._number, entered.number)
-        for name, (before, claimed) in self._unsent.items():
-            if runs.get(name) == claimed:
-                runs[name] = before
+        state, number = entered
+        runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
+        self._number = max(self._number, number)
+        claim = self._claim
+        if claim is not None and runs.get(claim.entry.name) == claim.claimed:
+            runs[claim.entry.name] = claim.before
         self._runs, self._heap = runs, None
-        anew = self._read is not leader
-        if anew:
-            self._read_schedule()
-            self._read = leader
+        self._read_schedule()
         schedule = self.schedule
         for entry in schedule.values():
-            (self._date_anew if anew else self._date)(entry)
+            if (sent := runs.get(entry.name)) is not None:
+                self._catch_up(entry, sent)
         self._write({name: _sent(entry) for name, entry in schedule.items()})
-        self._unsent.clear()
+        self._claim = None
         self._tell("active", "beat: active (fence %d)", leader.term)
 
-    def _give_back(self) -> None:
-        """Entries whose message the broker did not take are due again soon; until then others have their turns."""
-        self._write({**(self._runs or {}), **{name: before for name, (before, _) in self._unsent.items()}})
-        schedule = self.schedule
-        heap = [event for event in self._heap or () if event.entry.name not in self._unsent]
-        for entry in [schedule[name] for name in self._unsent if name in schedule]:
-            self._date(entry)
-            heap.append(beat.event_t(self._when(entry, PAUSE), 5, entry))
-        heapq.heapify(heap)
-        self._heap = heap
-        self._unsent.clear()
+    def _withdraw(self, claim: Claim) -> None:
+        """The broker did not take the message: its entry is due again soon; until then others have their turns."""
+        entry = claim.entry
+        self._write({**(self._runs or {}), entry.name: claim.before})
+        self._date(entry, claim.before)
+        others = [event for event in self._heap or () if event.entry is not entry]
+        self._heap = sorted([*others, beat.event_t(self._when(entry, PAUSE), 5, entry)])
+        self._claim = None
 
-    def _date(self, entry: Any) -> None:
-        """Set when the entry was sent last, and how often, to what the state says."""
-        sent = (self._runs or {}).get(entry.name)
-        if sent is not None:
-            moment, zone = datetime.fromisoformat(sent.moment), entry.last_run_at.tzinfo
-            entry.last_run_at = moment.replace(tzinfo=None) if zone is None else moment.astimezone(zone)
-            entry.total_run_count = sent.times
+    def _date(self, entry: Any, sent: Sent) -> None:
+        """Set when the entry was sent last, and how often."""
+        moment, zone = datetime.fromisoformat(sent.moment), entry.last_run_at.tzinfo
+        entry.last_run_at = moment.replace(tzinfo=None) if zone is None else moment.astimezone(zone)
+        entry.total_run_count = sent.times
 
-    def _date_anew(self, entry: Any) -> None:
-        """The same for an entry that has just been read."""
-        self._date(entry)
+    def _catch_up(self, entry: Any, sent: Sent) -> None:
+        """The same for an entry that has just been read, by what the state says of it."""
+        self._date(entry, sent)
 
     def _write(self, runs: dict[str, Sent]) -> None:
         text = json.dumps(runs, separators=(",", ":"))
@@ -294,10 +291,7 @@ def _sent(entry: Any) -> Sent:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay a signal that would end this beat until a claimed message has been sent.
-
-    A second signal ends it at once, and so does the alarm that the first one sets.
-    """
+    """Delay a signal that would end this beat until a claimed message has been sent; a second one ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -305,22 +299,18 @@ def _undisturbed() -> Iterator[None]:
 
     def wait(number: int, _: FrameType | None) -> None:
         came.append(number)
-        if len(came) == 1:
-            _alarm = signal.alarm(PATIENCE)
-        else:
+        if len(came) > 1:
             end()
 
     def end() -> None:
         for each, handler in before.items():
             _ = signal.signal(each, handler)
         if came:
-            _ = signal.alarm(0)
             number, came[:] = came[0], []
             signal.raise_signal(number)
 
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
-    before = {each: signal.getsignal(each) or signal.SIG_DFL for each in handled}
-    for each in handled:
+    before = {each: signal.getsignal(each) or signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGINT)}
+    for each in before:
         _ = signal.signal(each, wait)
     try:
         yield

@@ -13,7 +13,7 @@ from celery.utils.time import maybe_make_aware
 from django.db import Error
 from django_celery_beat import schedulers
 
-from dblock.celery.beat import SingleBeat
+from dblock.celery.beat import Sent, SingleBeat
 
 _IN_THE_PAST: Final = timedelta(days=365 * 30)
 """`ModelEntry` takes an entry with a `start_time` and no `last_run_at` to have run this long ago."""
@@ -29,8 +29,9 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
     def all_as_schedule(self) -> Any:
         """Read the scheduler's tables."""
         entries = super().all_as_schedule()
-        for entry in entries.values():
-            self._date_anew(entry)
+        for name, sent in (self._runs or {}).items():
+            if name in entries:
+                self._catch_up(entries[name], sent)
         return entries
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
@@ -40,7 +41,7 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
 
     def sync(self) -> None:
         """Write down what was sent; what is only claimed is not."""
-        claimed = self._dirty & self._unsent.keys()
+        claimed = self._dirty & ({self._claim.entry.name} if self._claim else set())
         self._dirty -= claimed
         try:
             super().sync()
@@ -48,21 +49,19 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
             self._dirty |= claimed
 
     def _take_over(self) -> None:
-        if self._read is not self._leader:
-            self._schedule, self._initial_read, self._dirty = None, True, set[str]()
+        self._schedule, self._initial_read, self._dirty = None, True, set[str]()
         super()._take_over()
 
-    def _date(self, entry: Any) -> None:
-        super()._date(entry)
+    def _date(self, entry: Any, sent: Sent) -> None:
+        super()._date(entry, sent)
         model = entry.model
         if (model.last_run_at, model.total_run_count) != (entry.last_run_at, entry.total_run_count):
             model.last_run_at, model.total_run_count = entry.last_run_at, entry.total_run_count
             self._dirty.add(entry.name)
 
-    def _date_anew(self, entry: Any) -> None:
-        sent = (self._runs or {}).get(entry.name)
-        if sent is not None and self._told_by(entry) < datetime.fromisoformat(sent.moment):
-            self._date(entry)
+    def _catch_up(self, entry: Any, sent: Sent) -> None:
+        if self._told_by(entry) < datetime.fromisoformat(sent.moment):
+            self._date(entry, sent)
 
     def _told_by(self, entry: Any) -> datetime:
         """The time to which the row's last run is true.

@@ -72,17 +72,11 @@ STATES: Final = {
 """By the dialect's name."""
 
 
-class Entered(NamedTuple):
-    """A state as earlier tenures have left it."""
+def enter(database: Database, key: str, fence: int) -> Steps[tuple[str, int] | None]:
+    """Enter a state: its text, "" at first, and the number of its last write, below those of later ones.
 
-    state: str
-    """Empty at first."""
-    number: int
-    """Number of the last write; later writes need higher ones."""
-
-
-def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
-    """Enter a state: its text and number; None if a later tenure has entered it already."""
+    None if a later tenure has entered it already.
+    """
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence}
     try:
@@ -93,7 +87,7 @@ def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
         _ = yield from ask(database, states.make, {})
         _ = yield from ask(database, states.enter, parameters)
     rows = yield from ask(database, states.read, parameters)
-    return Entered(str(rows[0][0]), int(rows[0][1])) if rows else None
+    return (str(rows[0][0]), int(rows[0][1])) if rows else None
 
 
 def write(database: Database, key: str, fence: int, number: int, state: str) -> Steps[bool]:

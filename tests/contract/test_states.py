@@ -32,10 +32,9 @@ class States:
         self.number = 0
 
     def enter(self, fence: int, key: str = "k") -> str | None:
-        entered = drive(states.enter(self.database, key, fence))
-        if entered is not None:
-            self.number = max(self.number, entered.number)
-        return None if entered is None else entered.state
+        state, number = drive(states.enter(self.database, key, fence)) or (None, 0)
+        self.number = max(self.number, number)
+        return state
 
     def write(self, fence: int, state: str, key: str = "k", number: int | None = None) -> bool:
         if number is None:
