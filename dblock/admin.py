@@ -61,20 +61,11 @@ from dblock.store import store_for
 class DatabaseClock(Func):
     """The current time of the clock that leases are judged by, whatever the session's time zone."""
 
-    template = "CURRENT_TIMESTAMP"
     arity = 0
     output_field = MomentField()
 
-    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return self.as_sql(compiler, connection, template="statement_timestamp()", **context)
-
-    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return self.as_sql(compiler, connection, template="UTC_TIMESTAMP(6)", **context)
-
-    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        # Doubled twice: for this template, and for the query that Django formats parameters into.
-        template = "strftime('%%%%Y-%%%%m-%%%%d %%%%H:%%%%M:%%%%f000', 'now')"
-        return self.as_sql(compiler, connection, template=template, **context)
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
+        return vocabulary(connection.vendor).now.replace("%", "%%"), []
 
 
 class _Seconds(Func):

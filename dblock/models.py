@@ -130,7 +130,21 @@ class _Row(models.Model):
         return raw or super()._save_table(raw, *args, **options)  # type: ignore[misc]
 
 
-class Lock(_Row):
+class _Whose(_Row):
+    """A row that says whose it is."""
+
+    label = ExactCharField(_("label"), max_length=255)
+    host = ExactCharField(_("host"), max_length=255)
+    pid = models.IntegerField(_("process"))
+    thread = ExactCharField(_("thread or task"), max_length=255)
+    program = ExactCharField(_("program"), max_length=255)
+    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
+
+    class Meta:
+        abstract = True
+
+
+class Lock(_Whose):
     """A key's row; `expires_at` of a free one is when it was released."""
 
     lock_key = ExactCharField(_("key"), max_length=255, primary_key=True)
@@ -142,12 +156,6 @@ class Lock(_Row):
     ttl = models.FloatField(_("time to live"))
     acquired_at = MomentField(_("acquired at"))
     expires_at = MomentField(_("expires at"))
-    label = ExactCharField(_("label"), max_length=255)
-    host = ExactCharField(_("host"), max_length=255)
-    pid = models.IntegerField(_("process"))
-    thread = ExactCharField(_("thread or task"), max_length=255)
-    program = ExactCharField(_("program"), max_length=255)
-    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     last_ticket = models.BigIntegerField(_("last ticket"), db_default=0)
     served_ticket = models.BigIntegerField(_("last ticket served"), db_default=0)
     revoked_fence = models.BigIntegerField(_("last fence asked back"), db_default=0)
@@ -172,7 +180,7 @@ class Lock(_Row):
         return printable(self.lock_key)
 
 
-class Waiter(_Row):
+class Waiter(_Whose):
     """A place in the queue of a key, alive until `expires_at`; lower tickets come first.
 
     It is in no admin site: its primary key is its owner's token, and would be in the address of each page.
@@ -182,12 +190,6 @@ class Waiter(_Row):
     lock_key = ExactCharField(_("key"), max_length=255)
     ticket = models.BigIntegerField(_("ticket"))
     ttl = models.FloatField(_("time to live"))
-    label = ExactCharField(_("label"), max_length=255)
-    host = ExactCharField(_("host"), max_length=255)
-    pid = models.IntegerField(_("process"))
-    thread = ExactCharField(_("thread or task"), max_length=255)
-    program = ExactCharField(_("program"), max_length=255)
-    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     channel = ExactCharField(_("channel"), max_length=63)
     circle = ExactCharField(_("deadlock that it is in"), max_length=64, db_default="")
     reading = models.IntegerField(_("waits to read"), db_default=0)
@@ -203,7 +205,7 @@ class Waiter(_Row):
         return f"{printable(self.lock_key)} ({self.ticket})"
 
 
-class LockEvent(_Row):
+class LockEvent(_Whose):
     """Something that happened to a key, where a history is kept; see `dblock.operating.history`."""
 
     id = models.BigAutoField(primary_key=True)
@@ -212,12 +214,6 @@ class LockEvent(_Row):
     fence = models.BigIntegerField(_("fence"))
     seconds = models.FloatField(_("how long"))
     detail = ExactCharField(_("detail"), max_length=255)
-    label = ExactCharField(_("label"), max_length=255)
-    host = ExactCharField(_("host"), max_length=255)
-    pid = models.IntegerField(_("process"))
-    thread = ExactCharField(_("thread or task"), max_length=255)
-    program = ExactCharField(_("program"), max_length=255)
-    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     happened_at = MomentField(_("happened at"))
 
     class Meta:

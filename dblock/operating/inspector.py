@@ -6,8 +6,8 @@ and names the tenure that was shown by its fence: a successor is never touched.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django import forms
@@ -31,6 +31,7 @@ from dblock.core.share_keys import valid_row_key
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH
 from dblock.core.values import SHARE
+from dblock.core.worker import start
 from dblock.kinds import reap
 from dblock.models import Lock
 from dblock.operating import administration
@@ -237,19 +238,25 @@ class Inspector(_ModelAdmin):
         self._demand(request, "reap")
         back = self._address("changelist")
         if request.method == "POST":
-            reaping = Reaping()
+            reaped = Future[int]()
+
+            def work() -> None:
+                try:
+                    reaped.set_result(reap())
+                except LockError as error:
+                    reaped.set_exception(error)
+
             if store_for(default_alias()).renewable:
-                reaping.start()
-                reaping.join(REQUEST)
+                _running = start(work, "housekeeping")
             else:
-                reaping.run()
-            if reaping.error is not None:
-                messages.error(request, str(reaping.error))
-            elif reaping.count is None:
-                messages.success(request, _("There is much to tidy up: it goes on in the background."))
-            else:
-                count = reaping.count
+                work()
+            try:
+                count = reaped.result(REQUEST)
                 messages.success(request, ngettext("%d row was deleted.", "%d rows were deleted.", count) % count)
+            except LockError as error:
+                messages.error(request, str(error))
+            except TimeoutError:
+                messages.success(request, _("There is much to tidy up: it goes on in the background."))
             return HttpResponseRedirect(back)
         return self._page(
             request,
@@ -290,22 +297,6 @@ class Inspector(_ModelAdmin):
         except LockStoreError as error:
             messages.warning(request, str(error))
             return []
-
-
-class Reaping(threading.Thread):
-    """Tidying up, which takes minutes where there is much to do."""
-
-    def __init__(self) -> None:
-        super().__init__(name="dblock housekeeping", daemon=True)
-        self.count: int | None = None
-        """Of the rows that were deleted, once it is done."""
-        self.error: LockError | None = None
-
-    def run(self) -> None:
-        try:
-            self.count = reap()
-        except LockError as error:
-            self.error = error
 
 
 def pins_of(keys: Collection[str]) -> dict[str, Pinned]:

@@ -23,16 +23,24 @@ from dblock.core.protocol.sending import Database, ask
 from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.operating.statements import pins as statements
 
-AGES: Final = "members of pg_monitor are shown since when, and what it does"
-PROCESS: Final = (
-    "which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
-    "performance_schema.data_locks)"
+
+def gettext_noop(text: str) -> str:
+    """Mark a text that the admin shows in the language of its user."""
+    return text
+
+
+AGES: Final = gettext_noop("Members of pg_monitor are shown since when, and what it does.")
+PROCESS: Final = gettext_noop(
+    "Which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
+    "performance_schema.data_locks)."
 )
-DATA_LOCKS: Final = (
-    "which of the transactions that have locked rows it is, MySQL shows to users with SELECT on "
-    "performance_schema.data_locks"
+DATA_LOCKS: Final = gettext_noop(
+    "Which of the transactions that have locked rows it is, MySQL shows to users with SELECT on "
+    "performance_schema.data_locks."
 )
-MARIADB: Final = "MariaDB does not say which of the transactions that have locked rows it is: see what each does first"
+MARIADB: Final = gettext_noop(
+    "MariaDB does not say which of the transactions that have locked rows it is: see what each does first."
+)
 
 
 def pinned(

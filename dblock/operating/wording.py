@@ -10,12 +10,11 @@ from typing import Any, Final
 
 from django.utils import timezone
 from django.utils.formats import number_format
-from django.utils.translation import gettext, gettext_lazy, pgettext_lazy
+from django.utils.translation import gettext, pgettext_lazy
 
 from dblock.core.pinned import Pin
 from dblock.core.text import printable
 from dblock.core.values import Identity
-from dblock.operating import pins
 from dblock.operating.commands.console import parts
 
 _UNITS: Final[dict[str, Any]] = {
@@ -46,20 +45,6 @@ _WORDS: Final[dict[str, Any]] = {
     "lost": pgettext_lazy("lock", "lost"),
 }
 """Of `How` and `Reason`, and why an attempt was given up."""
-_HIDDEN: Final[dict[str, Any]] = {
-    pins.AGES: gettext_lazy("Members of pg_monitor are shown since when, and what it does."),
-    pins.PROCESS: gettext_lazy(
-        "Which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
-        "performance_schema.data_locks)."
-    ),
-    pins.DATA_LOCKS: gettext_lazy(
-        "Which of the transactions that have locked rows it is, MySQL shows to users with SELECT on "
-        "performance_schema.data_locks."
-    ),
-    pins.MARIADB: gettext_lazy(
-        "MariaDB does not say which of the transactions that have locked rows it is: see what each does first."
-    ),
-}
 
 
 def span(seconds: float) -> str:
@@ -92,7 +77,7 @@ def pin_told(pin: Pin) -> str:
 
 def hidden(words: str) -> str:
     """What is not known of a transaction."""
-    return str(_HIDDEN.get(words, words))
+    return words and gettext(words)
 
 
 def said(word: str) -> str:

@@ -467,7 +467,7 @@ def test_keys_that_the_terminal_cannot_show(one: Shell) -> None:
 
 def test_a_question_is_not_part_of_the_answer(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard output may be a pipe that waits for JSON."""
-    monkeypatch.setattr("dblock.operating.commands.release.can_ask", lambda: True)
+    monkeypatch.setattr("dblock.operating.commands.console.can_ask", lambda: True)
     with one.lock("k"):
         done = one("release", "--json", "k")  # standard input is empty: not agreed
         assert (done.returncode, done.stdout) == (2, "")

@@ -32,7 +32,7 @@ SOURCES = Path(__file__).parents[2] / "dblock"
 CATALOGUES = ("de", "zh_Hans")
 LANGUAGES = {"de": "de", "zh-CN": "zh-hans"}
 """What a browser asks for, and what Django calls it."""
-KEYWORDS = {**DEFAULT_KEYWORDS, **{f"{name}_lazy": spec for name, spec in DEFAULT_KEYWORDS.items()}}
+KEYWORDS = {"gettext_noop": None, **DEFAULT_KEYWORDS} | {f"{name}_lazy": how for name, how in DEFAULT_KEYWORDS.items()}
 SAME = {"Host", "Fence", "s", "min", "h", "d", "UTC"}
 """Words that are no English alone."""
 

@@ -6,16 +6,18 @@ several lines at once does that itself with each text that it puts into them, wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any, Final
 
 from dblock.core.pinned import Pinned
 from dblock.core.text import printable
-from dblock.core.values import Identity, KeyKind
+from dblock.core.values import KeyKind
 from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo
 
 
@@ -89,31 +91,24 @@ def _json_escaped(character: str) -> str:
 
 
 def can_ask() -> bool:
-    """Whether a person can answer: input and output are terminals."""
+    """Whether a person can answer: input is a terminal."""
     return sys.stdin.isatty()
 
 
 def agreed(question: str) -> bool:
-    """Whether the person at the terminal agrees; end of input means no."""
-    print(f"{_lines(question)} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201 - standard output may be a pipe
-    try:
-        return input().strip().lower() in {"y", "yes"}
-    except EOFError:
+    """Whether the person at the terminal agrees, or else is told that nothing is done; end of input means no."""
+    if not can_ask():
+        complain("nobody can be asked here (standard input is no terminal): say --yes")
         return False
+    print(f"{_lines(question)} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201 - standard output may be a pipe
+    with contextlib.suppress(EOFError):
+        if input().strip().lower() in {"y", "yes"}:
+            return True
+    complain("nothing was done")
+    return False
 
 
 # -- what is known of a lock
-
-
-def who(identity: Identity) -> dict[str, Any]:
-    """The holder or waiter, as JSON."""
-    return {
-        "host": identity.host,
-        "pid": identity.pid,
-        "thread": identity.thread,
-        "program": identity.program,
-        "celery_task_id": identity.celery_task_id,
-    }
 
 
 def lock_json(row: Surveyed) -> dict[str, Any]:
@@ -130,7 +125,7 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         "remaining": None if info.owner is None else round(info.remaining, 6),
         "waiters": row.waiters,
         "label": info.label,
-        **who(info.identity),
+        **asdict(info.identity),
         "revoked": info.revoked,
         "pinned": None if row.pinned is None else pinned_json(row.pinned),
         "kind": KeyKind(info.kind).name.lower(),
@@ -150,7 +145,7 @@ def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
         "waiting_for": round(waiter.age, 6),
         "remaining": round(waiter.remaining, 6),
         "label": waiter.label,
-        **who(waiter.identity),
+        **asdict(waiter.identity),
     }
 
 
@@ -169,7 +164,7 @@ def event_json(event: EventInfo, now: datetime) -> dict[str, Any]:
         "seconds": round(event.seconds, 6),
         "detail": event.detail,
         "label": event.label,
-        **who(event.identity),
+        **asdict(event.identity),
     }
 
 

@@ -18,7 +18,6 @@ from dblock.operating import administration
 from dblock.operating.administration import Surveyed
 from dblock.operating.commands.console import (
     agreed,
-    can_ask,
     complain,
     lock_json,
     lock_row,
@@ -49,11 +48,7 @@ def release(context: Context, options: Namespace) -> int:
     question = f"Ask it to release {printable(key)!r}?"
     if not options.ask:
         question = "\n".join([_warning(info), *([_kept(key, pinned)] if pinned else ()), f"Free {printable(key)!r}?"])
-    if not (options.yes or can_ask()):
-        complain("nobody can be asked here (standard input is no terminal): say --yes")
-        return NOT_AGREED
     if not (options.yes or agreed(f"{printable(key)!r} is {_story(info)}.\n{question}")):
-        complain("nothing was done")
         return NOT_AGREED
     if options.yes and pinned and not options.json:
         complain(_kept(key, pinned))
@@ -90,12 +85,8 @@ def quarantine(context: Context, options: Namespace) -> int:
         complain(f"nothing was done: {context.where} has no quarantine. {_STOP}")
         return NOT_AGREED
     if found is not None and (options.begin or (options.end and found.opens_in > 0)):
-        if not (options.yes or can_ask()):
-            complain("nobody can be asked here (standard input is no terminal): say --yes")
-            return NOT_AGREED
         question = _BEGIN if options.begin else f"{context.where} was {found}.\n{_END}"
         if not (options.yes or agreed(question)):
-            complain("nothing was done")
             return NOT_AGREED
         until = database.now() + database.timing.retry_budget
         _ = context.do(epoch.close(database, until) if options.begin else epoch.end(database, until))
