@@ -21,7 +21,7 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import LockError, LockNotHeld, Reason, WrongKind
+from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, site_of
@@ -65,19 +65,6 @@ class Busy:
         who = (host, 1, "", "somebody else", "")
         self._request = Request(key, lease, lease, label, 1, "stranger", *who)
         self._grants: list[Grant] = []
-        self._hooks = runtime.current.acquire_hooks
-
-    def _tell(self, lock: BaseLock, timeout: float | None, steps: Steps[Any]) -> Steps[Any]:
-        """Say what to write where a key that was made busy as a plain lock's is another kind's."""
-        try:
-            return (yield from steps)
-        except WrongKind as error:
-            if lock.key != self._key:
-                raise
-            what = "the lock itself, as in busy(db_semaphore(...)) or busy(db_rwlock(...))"
-            raise WrongKind(
-                f"busy({self._key!r}) holds it as a plain lock: give busy() {what}", key=lock.key
-            ) from error
 
     def _begin(self) -> Steps[None]:
         lock, database = self._lock, self._store.database
@@ -102,15 +89,11 @@ class Busy:
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_others", ())]
-        if kind is KeyKind.LOCK:
-            self._hooks.append(self._tell)
         if isinstance(self._store, InMemory):
             self._store.strangers |= {each.tenure: each.ttl if self._ttl is None else 0.0 for each in self._grants}
 
     def _end(self) -> Steps[None]:
         grants, self._grants = self._grants, []
-        if self._tell in self._hooks:
-            self._hooks.remove(self._tell)
         for grant in grants:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
