@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -74,7 +75,7 @@ for number in range(10):
         """
 from dblock import db_lock
 from example_project.shop.tasks import take_stock
-lock = db_lock("stock-taking")
+lock = db_lock("stock-taking", ttl=600)
 lock.acquire()
 print(lock.fence)
 take_stock.delay(lock.detach())
@@ -103,14 +104,15 @@ take_stock.delay(lock.detach())
     try:
         deadline = time.monotonic() + 120
         state = ""
-        while state != "10 False" and time.monotonic() < deadline:
+        while state != "10 False True" and time.monotonic() < deadline:
             time.sleep(0.2)
             with contextlib.closing(sqlite3.connect(environment["DATABASE_NAME"])) as database:
                 [(stock, left)] = database.execute(
                     "SELECT stock, EXISTS (SELECT 1 FROM locks WHERE lock_key = 'long free') FROM shop_item"
                 )
-            state = f"{stock} {bool(left)}"
-        assert state == "10 False", (tmp_path / "log").read_text()
+            taken = re.search(r"take_stock\[.*\] succeeded", (tmp_path / "log").read_text())
+            state = f"{stock} {bool(left)} {bool(taken)}"
+        assert state == "10 False True", (tmp_path / "log").read_text()
     finally:
         worker.send_signal(signal.SIGTERM)
         worker.wait(30)
