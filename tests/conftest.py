@@ -204,7 +204,8 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     for hold in list(watchdog._holds):
         watchdog.discard(hold)
     watchdog._given_up.clear()
-    state: list[MutableMapping[Any, Any]] = [watchdog._places, wakeups._registered, wakeups._unclaimed]
+    state: list[MutableMapping[Any, Any]] = [wakeups._registered, wakeups._unclaimed]
+    state += [keeper.places for keeper in list(watchdog._keepers.values())]
     for site in runtime.current._sites.values():
         state += [site.local_queues, site._contended]
     for each in (*state, *_kept()):
@@ -225,11 +226,16 @@ def _kept() -> tuple[MutableMapping[Any, list[Any]], ...]:
     return transactions._waiting, sessions._waiting
 
 
+def watched_places(watchdog: Any) -> list[str]:
+    """The owner tokens of the places that get heartbeats."""
+    return [owner for keeper in list(watchdog._keepers.values()) for owner in list(keeper.places)]
+
+
 def _left_behind() -> dict[str, list[Any]]:
     watchdog = runtime.current.watchdog
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
-        "places in queues": list(watchdog._places),
+        "places in queues": watched_places(watchdog),
         "local queues": [key for site in runtime.current._sites.values() for key in site.local_queues],
         "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],

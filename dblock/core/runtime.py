@@ -17,7 +17,6 @@ from collections.abc import Callable, MutableMapping, MutableSet, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from dblock.core import clock
 from dblock.core.acquire import handover
 from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
@@ -32,8 +31,8 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
-from dblock.core.watchdog.heartbeats import KeptPlace
-from dblock.core.watchdog.watchdog import Watchdog, run_apart
+from dblock.core.watchdog.keeper import run_apart
+from dblock.core.watchdog.watchdog import Watchdog
 
 
 class Runtime:
@@ -167,13 +166,12 @@ class ProcessServices(WaiterServices):
     def keep(self, place: Place) -> bool:
         """See WaiterServices."""
         if self._store.renewable:
-            due = clock.now() + self._store.database.timing.heartbeat_interval
-            self._watchdog.keep(KeptPlace(place, self._store, self._loop, due))
+            self._watchdog.keep(self._store, self._loop, place)
         return self._store.renewable
 
     def leave(self, owner: str, *, served: bool = False) -> None:
         """See WaiterServices."""
-        self._watchdog.leave(owner)
+        self._watchdog.leave(self._store, self._loop, owner)
         if served and not self._store.database.dialect.queue.grant_leaves:
             _ = self.withdraw("", owner)
 

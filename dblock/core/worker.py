@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.log import warn
 from dblock.core.semaphore import BinarySemaphore
 
@@ -33,8 +33,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
-        self.refused: RuntimeError | None = None
-        """Why the thread could not be started at the last attempt, if the process is out of threads."""
+        self.used = False
+        """Whether it was given something since the last round, so that it lives on."""
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
@@ -42,58 +42,47 @@ class Worker:
         """
 
     def round(self) -> float:
-        """Do what is due; returns the local time of the next round."""
+        """Do what is due; returns the local time of the next round, infinity if there is nothing to do."""
         raise NotImplementedError
 
-    def busy(self) -> bool:
-        """Whether there is more to do, or was since the last round."""
-        raise NotImplementedError
-
-    def rests_until(self) -> float:
-        """With nothing to do: the local time of the next round; infinity to end the thread."""
-        return math.inf
-
-    def wake(self) -> None:
-        """Begin a round now, as something is due earlier than planned."""
+    def wake(self) -> RuntimeError | None:
+        """Begin a round now, as something is due earlier than planned; returns why no thread can be started for it."""
         self._woken.set()
         with self._lock:  # a thread that is about to end decides so under it
             thread = self._thread
             if thread is not None and (thread.ident is None or thread.is_alive()):  # it is being started, or runs
-                return
+                return None
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 self._thread.start()
-                self.refused = None
             except BaseException as error:
                 self._thread = None  # the next one who needs it tries again
                 if not isinstance(error, RuntimeError):
                     raise
-                self.refused = None if "shutdown" in str(error) else error  # the interpreter is ending
                 warn("cannot %s: %s", self._does, error)
+                return error
+        return None
 
     def wake_by(self, moment: float) -> None:
         """Begin a round at that local time at the latest."""
+        self.used = True
         if moment < self.wakes_at:
-            self.wake()
+            _ = self.wake()
 
     def _work(self) -> None:
-        idle = False
+        quiet = False
         while True:
-            self.wakes_at = math.inf  # what comes during this round starts another one
+            self.wakes_at, used, self.used = math.inf, self.used, False  # what comes during this round begins another
             try:
                 moment = self.round()
-            finally:  # before it asks `busy`: what comes after that wakes it, also if an error ends this thread
+            finally:  # before it decides to end: what comes after that wakes it, also if an error ends this thread
                 self.wakes_at = math.inf
-            if quiet := not self.busy() and idle:
-                moment = self.rests_until()
+            rests = moment == math.inf and not (used or self.used)
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # its start was interrupted: another one is started when needed
-                if quiet and moment == math.inf:
-                    if not self._woken.is_set():  # what comes from now on starts another one
-                        self._thread = None
-                        return
-                    moment = clock.now()
-            if not quiet:
-                self.wakes_at = moment
-            idle = not self._woken.wait(max(moment - clock.now(), 0.0))
+                if rests and quiet and not self._woken.is_set():
+                    self._thread = None  # what comes from now on starts another one
+                    return
+            self.wakes_at = clock.now() + timing.DEFAULT.attention if moment == math.inf else moment
+            quiet = not self._woken.wait(max(self.wakes_at - clock.now(), 0.0)) and rests

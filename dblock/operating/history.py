@@ -17,7 +17,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -26,6 +25,7 @@ from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
 from dblock.core.observing import observers
 from dblock.core.observing.events import Event, Kind
+from dblock.core.protocol.drive import going_on
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.operating.administering import ask
@@ -150,9 +150,8 @@ class History:
         """Whether a write is under way, or about to begin."""
         if self._begun is None:
             return False
-        steps, loop = self._begun[0](), self._begun[1]
-        going_on = steps is not None and getgeneratorstate(steps) != GEN_CLOSED
-        return going_on and (loop is None or loop.is_running())
+        steps, loop = self._begun
+        return going_on(steps) and (loop is None or loop.is_running())
 
     @property
     def pending(self) -> bool:

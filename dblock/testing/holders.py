@@ -188,7 +188,7 @@ def frozen_renewal() -> Generator[None]:
     watchdog = runtime.current.watchdog
     before = vars(watchdog).get("_renew")
 
-    def keep_back(_store: Any, _loop: Any, holds: list[Hold]) -> None:
+    def keep_back(_keeper: Any, holds: list[Hold]) -> None:
         for hold in holds:
             hold.lease.reason_if_lost = Reason.UNREACHABLE
 

@@ -45,6 +45,7 @@ from dblock.core.statements.sqlite import SQL
 from dblock.core.timing import Timing
 from dblock.core.values import SHARE, Seconds, key_of_share
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.watchdog import Watchdog
 from dblock.testing.holders import InMemory, await_callbacks
 from dblock.testing.recorder import Recorder, following
@@ -221,10 +222,23 @@ class Notified(WaiterServices):  # by those that release
     notifications_ready = True
 
 
+class MemoryKeeper(Keeper):
+    """Renews in the flow that moves the clock."""
+
+    store: MemoryStore
+
+    def ensure(self) -> None:
+        """Do nothing: no thread is needed."""
+
+    def begin(self, steps: Any, **_: Any) -> None:
+        if not self.store.ended:
+            drive(steps)
+
+
 class MemoryWatchdog(Watchdog):
     """Watches when it is told to."""
 
-    store: MemoryStore
+    keeps = MemoryKeeper
 
     def wake(self) -> None:
         """Do nothing: the caller that moves the clock does what is due."""
@@ -232,11 +246,6 @@ class MemoryWatchdog(Watchdog):
     def see_to_it(self) -> float:
         """Do what is due; seconds until something else is."""
         return self._look_at_all() if self._holds else math.inf
-
-    def _send(self, steps: Any, store: Any, loop: Any) -> bool:
-        if not self.store.ended:
-            drive(steps)
-        return True
 
     def close(self) -> None:
         """The process ends, and its locks with it."""
@@ -249,7 +258,6 @@ class MemoryRuntime(Runtime):
         super().__init__()
         self.store, self.outer, self.acquire_hooks = store, outer, outer.acquire_hooks
         self.watchdog: MemoryWatchdog = MemoryWatchdog(self.flows, self._give_back, self._withdraw)
-        self.watchdog.store = store
         self.store_override = store
         store.process = self
 

@@ -21,7 +21,7 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.telling import Observers
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES
-from tests.support.lab import renew, until
+from tests.support.lab import keeper_rests, renew, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -30,10 +30,7 @@ def told() -> Iterator[list[Event]]:
     """All that is told during a test, and nothing of renewals that were sent for an earlier one."""
     watchdog = runtime.current.watchdog
     _ = until(
-        lambda: (
-            all(task.get_loop().is_closed() for task in watchdog._tasks.copy())
-            and all(renewer.ready for renewer in watchdog._renewers.copy().values())
-        ),
+        lambda: all(keeper.over or keeper_rests(keeper) for keeper in list(watchdog._keepers.values())),
         5,
     )
     events: list[Event] = []

@@ -56,7 +56,6 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     watchdog = runtime.current.watchdog
     assert until(lambda: max([0.0, *watchdog._reap_at.values()]) < clock.now() + 1000), "it goes on"
     watchdog._reap_at.clear()
-    watchdog._locked_of_late.clear()
     if "engine" in own.__dict__:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
@@ -137,17 +136,16 @@ def test_it_is_off_unless_asked_for(
     either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog has run, and plans no reaping."""
-    own, looks = reaping(), list[list[Any]]()
+    own, looks = reaping(), list[float]()
     watchdog = runtime.current.watchdog
-    plainly = watchdog._keep_house
+    plainly = watchdog._look_at_all
 
-    def noted() -> None:
-        looks.append(list(watchdog._locked_of_late))
-        plainly()
+    def noted() -> float:
+        looks.append(clock.now())
+        return plainly()
 
-    monkeypatch.setattr(watchdog, "_keep_house", noted)
+    monkeypatch.setattr(watchdog, "_look_at_all", noted)
     assert taking(actor, own, lambda: len(looks) > 2)
-    assert own.lock("k")._store() not in [store for look in looks for store, _ in look]
     assert own.lock("k")._store() not in watchdog._reap_at
     assert not reapers()
     assert old(either)

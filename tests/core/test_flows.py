@@ -20,8 +20,8 @@ from dblock.core.machine import machine
 from dblock.core.protocol.queue import Place
 from dblock.core.runtime import current_flow
 from dblock.core.values import MACHINE
-from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.watchdog import Watchdog
+from tests.conftest import watched_places
 from tests.core.test_holds import FakeLock, FakeStore
 from tests.support.lab import until
 
@@ -135,12 +135,12 @@ def test_heartbeats_of_closed_event_loops_are_forgotten(store: FakeStore) -> Non
     watch.wakes_at = 0.0  # no thread of its own
     loop = asyncio.new_event_loop()
     for owner, of in (("here", None), ("there", loop)):
-        watch.keep(KeptPlace(Place(owner, 1, now, now, now), store, of, now + 60))
-    _ = watch._keep_places()
-    assert list(watch._places) == ["here", "there"]
+        watch.keep(store, of, Place(owner, 1, now, now, now))
+    _ = watch._look_at_all()
+    assert watched_places(watch) == ["here", "there"]
     loop.close()
-    _ = watch._keep_places()
-    assert list(watch._places) == ["here"]
+    _ = watch._look_at_all()
+    assert watched_places(watch) == ["here"]
 
 
 def test_owner_tokens_begin_with_the_machine() -> None:

@@ -229,4 +229,4 @@ def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_renewal_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history does not have it, so nobody is told in a thread of its own."""
     monkeypatch.setattr(threading, "Thread", None)
-    Observers((history._hear,)).renewed(made(), 0.0, ())
+    Observers((history._hear,)).tell(made(), Event(Kind.RENEWED, "x"), {})

@@ -53,11 +53,11 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.watchdog.heartbeats import KeptPlace
+from dblock.core.watchdog.keeper import Keeper, Renewer
 from dblock.core.watchdog.renewals import renew
-from dblock.core.watchdog.watchdog import Renewer, Watchdog
+from dblock.core.watchdog.watchdog import Watchdog
 from dblock.core.worker import Worker, start
-from tests.conftest import timed
+from tests.conftest import timed, watched_places
 from tests.support.lab import renew as renew_now
 from tests.support.steps import pause_of
 
@@ -517,7 +517,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
-        watch._added = False
+        watch.used = False
         watch.wake()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
     watch.add(hold)
@@ -544,12 +544,23 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkey
     watch.discard(hold)
 
 
-def test_what_is_given_back_during_the_last_round_is_pruned() -> None:
-    """Before the thread ends it asks again when the next idle connection is over."""
-    moments = [7.0, math.inf]
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw, moments.pop)
-    _ = watch.round()
-    assert watch.rests_until() == 7.0
+def test_what_is_given_back_during_the_last_round_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round that would have been the last is followed by one that sees when that connection is over."""
+    timed(monkeypatch, attention=0.02)
+    rounds, given = list[int](), list[float]()
+
+    def prune() -> float:
+        rounds.append(1)
+        if len(rounds) == 2:  # given back when this pool has just been asked
+            given.append(clock.now() + 0.5)
+            watch.wake_by(given[0])
+            return math.inf
+        return given[0] if given and clock.now() < given[0] else math.inf
+
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw, prune)
+    watch.wake()
+    wait_until(lambda: watch._thread is None)
+    assert clock.now() >= given[0]
 
 
 def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: FakeStore) -> None:
@@ -696,6 +707,26 @@ def test_a_lease_is_in_a_renewal_once(store: FakeStore) -> None:
     lock.release()
 
 
+def test_what_was_sent_is_not_sent_again_at_once(store: FakeStore) -> None:
+    """Though it has no answer yet, and the watching thread is woken for something else."""
+    go = threading.Event()
+    store.answers["renew"] = store.answers["heartbeat"] = lambda _: [()] * go.wait(20)
+    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
+    watch.keep(store, None, Place("waits", 1, now, now + 60, now))
+    lock = FakeLock(store)
+    hold = Hold(store, current_flow(), Grant(TENURE, now, 30), Entry(lock, "acquire"), lock.options)
+    hold.lease.due = watch._keepers[store, None].due = now
+    _ = watch.add(hold)
+    wait_until(lambda: len(store.sent) == 2)
+    for _ in range(3):
+        _ = watch._look_at_all()
+    time.sleep(0.05)
+    go.set()
+    assert sorted(store.sent) == ["heartbeat", "renew"]
+    watch.leave(store, None, "waits")
+    watch.discard(hold)
+
+
 def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeStore) -> None:
     """It names the owner before, and finds no such tenure."""
     lost = list[Reason]()
@@ -773,14 +804,14 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
     living, dead = (Place(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
-        watch.keep(KeptPlace(place, store, None, now + 60))
+        watch.keep(store, None, place)
     watch.wake()
-    wait_until(lambda: list(watch._places) == ["living"])
-    watch.leave("living")
+    wait_until(lambda: watched_places(watch) == ["living"])
+    watch.leave(store, None, "living")
 
 
 def _has_withdrawn_all(watch: Watchdog) -> bool:
-    return not (watch._withdraws or watch._withdrawn)
+    return not watch._withdraws
 
 
 def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
@@ -793,7 +824,8 @@ def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
         return [()] * len(owners)
 
     store.answers["leave_queue"] = delete
-    codes, struck = {Watchdog.withdraw.__code__, Watchdog._begin_to_withdraw.__code__}, set[int]()
+    codes = {Watchdog.withdraw.__code__, Keeper.begin_to_withdraw.__code__}
+    struck = set[int]()
 
     def at_another_line(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code in codes and event == "line" and frame.f_lineno not in struck:
@@ -842,7 +874,7 @@ def test_a_withdrawal_that_ends_at_once_ends_no_later_one(store: FakeStore, monk
         return alive
 
     store.answers["leave_queue"] = delete
-    monkeypatch.setattr("dblock.core.watchdog.watchdog.start", start_slowly)
+    monkeypatch.setattr("dblock.core.watchdog.keeper.start", start_slowly)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     watch.withdraw(store, None, "k", "first")
     wait_until(lambda: "first" in deleted)
@@ -860,56 +892,60 @@ def test_a_renewal_thread_that_cannot_be_started_is_started_later(
 
     class Refused(Renewer):
         def __init__(self) -> None:
+            super().__init__()
+            self.start = self.start_later
+
+        def start_later(self) -> None:
             if len(refused) < 2:
                 refused.append(self)
                 raise RuntimeError("can't start new thread")
-            super().__init__()
+            self._thread.start()
 
-    monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", Refused)
+    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", Refused)
     timed(monkeypatch, waiter_ttl=0.6)
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     for of, owner in ((store, "waits"), (other, "beside")):
-        watch.keep(KeptPlace(Place(owner, 1, now, now + 60, now), of, None, now))
+        watch.keep(of, None, Place(owner, 1, now, now + 60, now))
     wait_until(lambda: "heartbeat" in store.sent and "heartbeat" in other.sent)
     assert len(refused) == 2
     assert "trying again: can't start new thread" in caplog.text
-    for owner in ("waits", "beside"):
-        watch.leave(owner)
+    for of, owner in ((store, "waits"), (other, "beside")):
+        watch.leave(of, None, owner)
 
 
 def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no other one can be started now: it ends, and would not do it."""
+    """It ends after its answer once another one takes its place, and is used again if none can be started till then."""
+    keeper, given = Keeper(store, None, threading.RLock(), runtime.current._withdraw), SimpleQueue[Any]()
+    refused, run = [True], list[int]()
+    hangs: Any = SimpleNamespace(ready=False, give=given.put)
 
-    def refuse() -> None:
-        raise RuntimeError("can't start new thread")
+    def start() -> None:
+        if refused:
+            raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("dblock.core.watchdog.watchdog.Renewer", refuse)
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    given = SimpleQueue[Any]()
-    watch._renewers[store] = SimpleNamespace(ready=False, give=given.put)  # type: ignore[assignment]
-    steps: Any = iter(())
-    assert not watch._send(steps, store, None)
-    assert store not in watch._renewers
-    assert given.get_nowait() is None
-    assert given.empty()
+    def note() -> Steps[None]:
+        run.append(1)
+        yield from ()
+
+    other: Any = SimpleNamespace(ready=True, start=start, give=lambda steps: steps and drive(steps))
+    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", lambda: other)
+    keeper.renewer = hangs
+    keeper.begin(note())
+    assert (keeper.renewer, given.empty(), run) == (hangs, True, [])
+    refused.clear()
+    keeper.begin(note())
+    assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
 
 
 def test_a_worker_is_woken_while_it_decides_to_rest() -> None:
-    """As by a signal handler, whose thread may have what `rests_until` waits for: neither waits for the other."""
+    """In the round after which it would end: it goes on, and neither waits for the other."""
 
     class Restful(Worker):
-        rounds, asked, woken = 0, 0, False
+        rounds, woken = 0, False
 
         def round(self) -> float:
             self.rounds += 1
-            return clock.now()
-
-        def busy(self) -> bool:
-            return False
-
-        def rests_until(self) -> float:
-            if not self.asked:
-                self.asked = self.rounds
+            if self.rounds == 2:
                 waker = threading.Thread(target=self.wake)
                 waker.start()
                 waker.join(1)
@@ -920,19 +956,17 @@ def test_a_worker_is_woken_while_it_decides_to_rest() -> None:
     worker.wake()
     wait_until(lambda: worker._thread is None)
     assert worker.woken
-    assert worker.rounds > worker.asked, "it went on"
+    assert worker.rounds > 2, "it went on"
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
     """A loop that was closed with a withdrawal under way is kept by nothing."""
     store, closed = FakeStore(), asyncio.new_event_loop()
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    watch._withdrawn[store, closed] = {"left": "k"}
-    watch._withdrawals[store, closed] = lambda: True
+    watch._keeper(store, closed).left["left"] = "k"
     closed.close()
-    watch._keep_house()
-    assert (store, closed) not in watch._withdrawn
-    assert (store, closed) not in watch._withdrawals
+    _ = watch._look_at_all()
+    assert not watch._keepers
 
 
 def test_places_that_were_served_are_deleted_by_one_statement(store: FakeStore) -> None:
@@ -949,7 +983,7 @@ def test_places_that_were_served_are_deleted_by_one_statement(store: FakeStore) 
     for owner in ("a", "b", "c"):
         watch.withdraw(store, None, "", owner)
     assert not deleted
-    watch._keep_house()
+    _ = watch._look_at_all()
     wait_until(lambda: not watch._withdraws)
     assert deleted == [["a", "b", "c"]]
 
@@ -1156,6 +1190,28 @@ def test_a_take_that_no_thread_would_renew(store: FakeStore, monkeypatch: pytest
         wait_until(lambda: "renew" in store.sent)
     if not renewed:
         first.release()
+
+
+def test_a_take_has_what_renews_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a thread for the renewals of that database it is refused; with one, no other has to be started later."""
+    refused, started = ["dblock renewal"], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if not refused or thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    lock = FakeLock(store, ttl=0.9)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(LockStoreError, match="'k'.*can't start new thread"):
+            lock.acquire()
+        assert lock.state is None
+        refused[:] = ["none of these"]
+        with lock:
+            refused.clear()
+            wait_until(lambda: store.sent.count("renew") > 2)
+            assert lock.state == "held"
 
 
 def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) -> None:

@@ -26,6 +26,7 @@ from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.leading import SyncLeader
 from dblock.core.protocol.steps import Call, Cancel, Cancelled, Execute, Outcome, Steps, Wait
 from dblock.core.runtime import Runtime
+from dblock.core.watchdog.keeper import Keeper
 from tests.core.test_holds import FakeLock, FakeStore
 from tests.support.explore import Choice, Explored, explore
 from tests.support.lab import LONG
@@ -166,6 +167,13 @@ class Actor:
         )
 
 
+class Threadless(Keeper):
+    """Renews nothing: the world does."""
+
+    def ensure(self) -> None:
+        """Start no thread."""
+
+
 class House(World):
     """The world."""
 
@@ -179,6 +187,7 @@ class House(World):
         self.runtime = runtime.current = Runtime()
         patched: Any = self.runtime
         patched.watchdog.wake = lambda: None
+        patched.watchdog.keeps = Threadless
         patched.flows.current = lambda: cast("Actor", self.acting).flow
         patched.waiter_services = lambda _: WaiterServices()
         self.store = Store(self)

@@ -31,7 +31,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.timing import Timing
 from dblock.core.values import Grant
-from tests.conftest import SELDOM
+from tests.conftest import SELDOM, watched_places
 from tests.support.model import World, wish
 
 
@@ -106,7 +106,7 @@ def test_two_processes_in_one() -> None:
     assert any(grant.local_handovers for _, grant in log)
     assert processes[0].sockets().channel != processes[1].sockets().channel
     for process, store in zip(processes, stores, strict=True):
-        waiting = list(process.watchdog._places)
+        waiting = watched_places(process.watchdog)
         assert (process.site(store).local_queues, dict(process.wakeups._registered), waiting) == ({}, {}, [])
         process.sockets().close()
 

@@ -30,7 +30,7 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
-from tests.conftest import ready
+from tests.conftest import ready, watched_places
 from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
 from tests.support.strikes import RENEWED, TTL, CancelledAt, Interrupted, Stage, Strike, nothing, play
 from tests.support.subjects import MATRIX, Subject
@@ -161,7 +161,7 @@ def settled(subject: Subject, keys: list[str]) -> None:
     assert until(lambda: not alive(subject), TTL + 1), [key for key in keys if alive(subject, key)]
     assert not list(runtime.current.watchdog._holds)
     assert until(lambda: not lines(), timing.DEFAULT.unresponsive_after + 1), "a dead one is passed over"
-    assert until(lambda: not runtime.current.watchdog._places, 8), "a place that nobody has is kept no more"
+    assert until(lambda: not watched_places(runtime.current.watchdog), 8), "a place that nobody has is kept no more"
     assert not runtime.current.wakeups.anybody_waits()
     assert until(lambda: not threads(), 5), threads()
 

@@ -20,7 +20,7 @@ from dblock.core.errors import LockLost, LockStoreError
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import attach, db_lock
 from tests.conftest import ready, run, url
-from tests.support.lab import FEW, alive, hold_of, remaining, renews, threads, times, until
+from tests.support.lab import FEW, alive, hold_of, keeper_rests, remaining, renews, threads, times, until
 from tests.support.subjects import MATRIX, Subject
 
 ASYNC = [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}]
@@ -207,7 +207,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
-    assert until(lambda: all(each.ready for each in runtime.current.watchdog._renewers.values()), 2)
+    assert until(lambda: all(keeper_rests(each) for each in runtime.current.watchdog._keepers.values()), 2)
     for key, row in rows.items():
         assert subject.row(key) == row
     assert alive(subject) == 0
@@ -254,7 +254,7 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
             assert not runtime.current.watchdog.is_watching(hold)
         rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
         await asyncio.sleep(0.2)
-        assert not runtime.current.watchdog._tasks
+        assert not any(keeper._tasks for keeper in runtime.current.watchdog._keepers.values())
         assert run(database, "SELECT * FROM locks ORDER BY lock_key") == rows
         await engine.dispose()
 

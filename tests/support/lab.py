@@ -194,8 +194,12 @@ def threads(name: str = "dblock ") -> list[threading.Thread]:
 
 def nobody_withdraws() -> bool:
     """Whether all places are deleted that waiters have left behind them."""
-    watchdog = runtime.current.watchdog
-    return not (watchdog._withdraws or any(runs() for runs in list(watchdog._withdrawals.values())))
+    return not any(keeper.withdraws for keeper in list(runtime.current.watchdog._keepers.values()))
+
+
+def keeper_rests(keeper: Any) -> bool:
+    """Whether no renewal, heartbeat or other work of a database is under way, but for what has threads of its own."""
+    return not keeper._tasks and (keeper.renewer is None or keeper.renewer.ready)
 
 
 def hold_of(lock: Any) -> Hold:
@@ -251,8 +255,8 @@ def kept(subject: Subject) -> bool:
     """Whether the watchdog keeps all places in queues once their heartbeats are due, which they are at once."""
 
     def keep() -> None:
-        for place in list(runtime.current.watchdog._places.values()):
-            place.due = clock.now()
+        for keeper in list(runtime.current.watchdog._keepers.values()):
+            keeper.due = clock.now()
         runtime.current.watchdog.wake()
 
     return _is_lengthened(subject, "lock_waiters", keep, 4)  # before its end: then a waiter joins anew

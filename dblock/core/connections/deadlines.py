@@ -11,9 +11,10 @@ never used again.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
-from dblock.core import clock, timing
+from dblock.core import clock
 from dblock.core.worker import Worker
 
 
@@ -34,15 +35,13 @@ class Deadlines(Worker):
     def __init__(self) -> None:
         super().__init__("deadlines", "watch the deadlines of statements")
         self._due: dict[Cuttable, float] = {}
-        self._armed = False
-        """Whether a statement was sent since the last round."""
 
     def arm(self, connection: Cuttable, moment: float) -> None:
         """Cut the connection at that local time, if it can be, unless its statement has ended by then."""
         if connection.shutdown_fd >= 0:
-            self._due[connection], self._armed = moment, True
+            self._due[connection], self.used = moment, True
             if moment < self.wakes_at:
-                self.wake()
+                _ = self.wake()
 
     def disarm(self, connection: Cuttable) -> bool:
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
@@ -50,8 +49,7 @@ class Deadlines(Worker):
             return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
 
     def round(self) -> float:
-        now = clock.now()
-        soonest = now + timing.DEFAULT.linger
+        now, soonest = clock.now(), math.inf
         for connection, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)
@@ -64,7 +62,3 @@ class Deadlines(Worker):
         """Remove that deadline, unless the statement has ended and the connection perhaps sends another one."""
         with self._lock:
             return self._due.get(connection) == moment and self._due.pop(connection, None) is not None
-
-    def busy(self) -> bool:
-        armed, self._armed = self._armed, False
-        return armed or bool(self._due)

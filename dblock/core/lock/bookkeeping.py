@@ -89,8 +89,8 @@ def begin_hold(
                 forget(over)
     try:
         lock._place.opened(lock, hold)
-        runtime.current.watchdog.add(hold)
-        if (refused := runtime.current.watchdog.refused) is not None and hold.lease.renewing:
+        refused = runtime.current.watchdog.add(hold)
+        if refused is not None and hold.lease.renewing and "shutdown" not in str(refused):  # the interpreter is ending
             why = f"no thread can be started to renew its lease: {refused}"
             raise LockStoreError(f"gave {lock.key!r} back: {why}", key=lock.key) from refused  # noqa: TRY301 - undone below
         flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return

@@ -263,7 +263,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     grant = yield from tenures.set_count(database, hold.tenure, len(kept) + 1, *term)
     if grant is None or not lease.lengthen(grant):
         return False
-    runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
+    _ = runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
     count_min_hold(hold, lock, begins=begins)
     hold.entries = [*kept, entry]  # no signal handler runs between this and our return
     return True

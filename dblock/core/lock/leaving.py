@@ -108,7 +108,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
         loss = None if detached else (yield from tenures.why_lost(database, hold.tenure))
     except BaseException:  # its next renewal finds out whether it is handed over
         if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
-            watchdog.add(hold)
+            _ = watchdog.add(hold)
         raise
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         hold.lease.explain(loss)

@@ -31,7 +31,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
     except BaseException as error:
         hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
-        runtime.current.watchdog.wake()
+        _ = runtime.current.watchdog.wake()
         if isinstance(error, LockStoreError) and hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
         raise
@@ -39,7 +39,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         yield from find_out(hold)
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
-    runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
+    _ = runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
 
 
 def verify(lock: BaseLock) -> Steps[bool]:

@@ -116,5 +116,5 @@ def downgrade(lock: Writes) -> Steps[None]:
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)
-    watchdog.add(hold)
+    _ = watchdog.add(hold)
     _ = yield from handover.pass_on(site_of(hold), written)

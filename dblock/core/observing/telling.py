@@ -8,15 +8,14 @@ delivered in another thread (`dblock.core.deliveries`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from dblock.core.acquire.request import Refused
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import LockError, LockLost, Loss
+from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
-from dblock.core.holding.lease import Lease
 from dblock.core.log import warn
 from dblock.core.observing.events import IN_FLOW, PROBES, Event, How, Kind
 from dblock.core.protocol.steps import Steps
@@ -102,18 +101,20 @@ class Observers:
         `undo` leaves the entry again, if an interrupt comes when the flow has entered.
         """
         store = lock._store()
-        now, about = store.database.now, {"database": store.name, "key": lock._key, **_by(lock)}
+        now = store.database.now
         began, contended, told = now(), False, entry.kind == "attach"  # that fails by an error alone
+
+        def tell(kind: Kind, holder: LockInfo | None, **known: Any) -> None:
+            holder = holder and holder.masked()
+            self.tell(store, Event(kind, store.name, **_by(lock), key=lock._key, holder=holder, **known))
 
         def contend(holder: LockInfo | None) -> None:
             nonlocal contended
             contended = True
-            self.tell(store, Event(Kind.CONTENDED, **about, holder=holder and holder.masked()))
+            tell(Kind.CONTENDED, holder)
 
         def give_up(reason: str, holder: LockInfo | None = None) -> None:
-            holder, wait = holder and holder.masked(), now() - began
-            event = Event(Kind.GAVE_UP, **about, contended=contended, wait=wait, holder=holder, reason=reason)
-            self.tell(store, event)
+            tell(Kind.GAVE_UP, holder, contended=contended, wait=now() - began, reason=reason)
 
         try:
             found = yield from begin(None if lock._stands_by else contend)
@@ -156,20 +157,6 @@ class Observers:
             raise
         tell()
         return result
-
-    def lost(self, hold: Hold, loss: Loss) -> None:
-        """Report that the lease of a hold is lost; `hold` is a snapshot."""
-        holder = loss.holder and loss.holder.masked()
-        self.tell_of(hold, Kind.LOST, held=hold.lease.held, holder=holder, reason=loss.reason)
-
-    def at_risk(self, hold: Hold) -> None:
-        """Report that a renewal is late; `hold` is a snapshot."""
-        self.tell_of(hold, Kind.AT_RISK, lateness=hold.lease.lateness(hold.lease.now()))
-
-    def renewed(self, store: Store, sent: float, leases: Sequence[Lease]) -> None:
-        """Report that a statement sent at that local time has renewed leases; called before they are lengthened."""
-        late = max((lease.lateness(sent) for lease in leases), default=0.0)
-        self.tell(store, Event(Kind.RENEWED, store.name, amount=len(leases), lateness=late), {})
 
 
 def _by(lock: HoldObserver | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate, isawaitable
 from typing import Any, NoReturn, TypeVar
@@ -136,6 +136,12 @@ async def _aoutcome(call: Call) -> Outcome:
         raise
     except BaseException as error:  # noqa: BLE001 - it is the answer
         return Outcome(None, error)
+
+
+def going_on(begun: Callable[[], Steps[Any] | None]) -> bool:
+    """Whether the steps that a weak reference names are being driven, or are about to be: whoever does so has them."""
+    steps = begun()
+    return steps is not None and getgeneratorstate(steps) != GEN_CLOSED
 
 
 def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Renewal of leases, and heartbeats of places in queues."""
+"""Renewal of leases, heartbeats of places in queues, and what else runs in the background."""

@@ -12,6 +12,7 @@ from dblock.core.errors import LockError, Loss, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.log import warn
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -47,7 +48,7 @@ def renew(store: Store, holds: Sequence[Hold], watched: Watched) -> Steps[None]:
     budget = min(each.lease.term for each in due) / 20
     for first in range(0, len(due), BATCH):
         yield from _renew(store, due[first : first + BATCH], watched, budget)
-    watched.wake()
+    _ = watched.wake()
 
 
 def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float) -> Steps[None]:
@@ -78,7 +79,8 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
         kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
         (renewed if kept else not_renewed).append(due)
     if (observers := watched.observers) is not None:
-        observers.renewed(store, sent, [due.lease for due in renewed])
+        late = max((due.lease.lateness(sent) for due in renewed), default=0.0)  # before they are lengthened
+        observers.tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late), {})
     for due in renewed:
         _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
     yield from _handle_not_renewed(store, not_renewed, alive or {}, watched, budget)

@@ -14,6 +14,7 @@ from typing import Any
 from dblock.core.deliveries import deliveries
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
 from dblock.core.log import warn
+from dblock.core.observing.events import Kind
 from dblock.core.observing.telling import Observers
 from dblock.core.protocol.store import Store
 from dblock.core.worker import Worker
@@ -27,26 +28,12 @@ class Watched(Worker):
         self._flows = flows
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
-        self._added = False
-        """Whether something was added since the last round."""
-        self._locked_of_late = set[tuple[Store, Any]]()
-        """Databases that this process reaps, with event loops, in which a lock was taken since the last round."""
         self._given_up: list[Hold] = []
         """Holds that `release_all` has declared lost, and that are not released in the database yet."""
         self.observers: Observers | None = None
         """The observers of locks; None if there are none."""
 
     # -- which
-
-    def add(self, hold: Hold) -> None:
-        """Watch a hold from now on."""
-        self._holds[hold] = None
-        self._by_key[hold.store, hold.tenure.key] = hold
-        self._added = True
-        if hold.store.reaping is not None:
-            self._locked_of_late.add((hold.store, hold.loop))
-        if hold.lease.due < self.wakes_at:
-            self.wake()
 
     def discard(self, hold: Hold) -> bool:
         """Stop watching a hold, which the caller releases; False if it was not watched.
@@ -102,7 +89,8 @@ class Watched(Worker):
             warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
             self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
             if self.observers is not None:
-                self.observers.lost(seen, loss)
+                holder = loss.holder and loss.holder.masked()
+                self.observers.tell_of(seen, Kind.LOST, held=seen.lease.held, holder=holder, reason=loss.reason)
         finally:  # last: a signal that one sends may raise here, if this is the main thread
             for lock in seen.locks():
                 lock._interrupt_body(hold)
@@ -113,7 +101,7 @@ class Watched(Worker):
         seen = hold.snapshot()
         self._tell(lambda lock: lock._who_hears_of_risk(), seen)
         if self.observers is not None:
-            self.observers.at_risk(seen)
+            self.observers.tell_of(seen, Kind.AT_RISK, lateness=seen.lease.lateness(seen.lease.now()))
 
     def revoke(self, hold: Hold, words: str) -> None:
         """Report, once, that a hold was asked back."""

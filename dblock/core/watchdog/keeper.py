@@ -1,0 +1,202 @@
+"""The keeper of one database: runs what this process does there in the background.
+
+Renewals and heartbeats run in one thread, which is started before the first lease that needs it is returned. If its
+statement hangs, another thread takes its place. Everything else (deleting places, reaping, writing the history) may
+take long, and runs in threads of its own. With an asynchronous driver there is a keeper for each event loop, whose
+tasks run all of it.
+
+Rule: it fails softly. What cannot begin, or fails, is logged, and begins again when it is next due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+from weakref import ref
+
+from dblock.core.connections.pool import background
+from dblock.core.errors import LockError
+from dblock.core.log import warn
+from dblock.core.protocol import queue
+from dblock.core.protocol.drive import adrive, drive, going_on, plain_task
+from dblock.core.protocol.queue import Place
+from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
+from dblock.core.worker import start
+
+Withdraw = Callable[[Store, Sequence[tuple[str, str]]], Steps[None]]
+
+
+def in_background(steps: Steps[None]) -> Steps[None]:
+    """The same steps; an error is logged, and no connection is kept of a pool that the application has closed."""
+    _ = background.set(True)
+    try:
+        yield from steps
+    except Exception as error:  # noqa: BLE001 - no caller waits for it
+        warn("work in the background failed: %r", error)
+
+
+def run_apart(steps: Steps[None], store: Store) -> None:
+    """Run the steps in this thread, where no event loop runs."""
+    if store.asynchronous:
+        asyncio.run(adrive(steps))
+    else:
+        drive(steps)
+
+
+def heartbeat(store: Store, places: Sequence[Place]) -> Steps[None]:
+    """Extend the places, by one statement; a place survives a heartbeat that fails."""
+    database = store.database
+    try:
+        yield from queue.heartbeat(database, places, database.now() + database.timing.heartbeat_interval / 2)
+    except LockError as error:
+        database.away(error)
+
+
+class Renewer:
+    """A thread that runs steps, one after the other, until it is given None."""
+
+    def __init__(self) -> None:
+        self._given = SimpleQueue[Steps[None] | None]()
+        self._idle = True
+        self._thread = threading.Thread(target=self._run, name="dblock renewal", daemon=True)
+        self.start = self._thread.start
+
+    @property
+    def ready(self) -> bool:
+        """Whether the thread runs and has nothing under way."""
+        return self._idle and self._thread.is_alive()
+
+    def give(self, steps: Steps[None] | None) -> None:
+        """Run the steps, if it is ready."""
+        self._idle = False
+        self._given.put(steps)
+
+    def _run(self) -> None:
+        while (steps := self._given.get()) is not None:
+            drive(steps)
+            del steps
+            self._idle = True
+
+
+class Keeper:
+    """The background work of this process for one database, by threads or in tasks of one event loop."""
+
+    def __init__(self, store: Store, loop: Any, lock: Any, withdraw: Withdraw) -> None:
+        """`lock`: the watchdog's; `withdraw`: see `handover.withdraw`, for a store."""
+        self.store, self.loop, self._lock, self._withdraw = store, loop, lock, withdraw
+        self.renewer: Renewer | None = None
+        self._tasks = set[Any]()
+        """The tasks, and the steps for which one is to be begun."""
+        self.places: dict[str, Place] = {}
+        """The places in queues that get heartbeats, by their owner tokens."""
+        self.due = math.inf
+        """The local time of the next heartbeat."""
+        self.left: dict[str, str] = {}
+        """Places to be deleted (owner token: key)."""
+        self._withdrawal: Callable[[], Steps[None] | None] = _nothing
+        """A reference to the steps that delete them."""
+
+    @property
+    def over(self) -> bool:
+        """Whether its event loop is closed, so that nothing can run there."""
+        return self.loop is not None and self.loop.is_closed()
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether places are to be deleted, or are being."""
+        return bool(self.left) or going_on(self._withdrawal)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to do, apart from renewals."""
+        return bool(self.places or self._tasks) or self.withdraws
+
+    def ensure(self) -> RuntimeError | None:
+        """Have a thread that is ready for renewals, unless tasks do them; returns why none can be started."""
+        with self._lock:
+            hangs = self.renewer
+            if self.loop is None and (hangs is None or not hangs.ready):
+                self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
+                try:
+                    made.start()
+                except RuntimeError as error:
+                    self.renewer = hangs
+                    return error
+                if hangs is not None:
+                    hangs.give(None)  # it ends after its answer
+        return None
+
+    def look(self) -> float:
+        """Do what is due; returns the seconds until the next heartbeat."""
+        if self.loop is None:
+            self.begin_to_withdraw()
+        if not self.places:
+            return math.inf
+        now, times = self.store.database.now(), self.store.database.timing
+        for owner, place in list(self.places.items()):
+            if now > place.seen + times.unresponsive_after:  # its flow was interrupted while it left, say
+                _ = self.places.pop(owner, None)
+        if self.due <= now:
+            self.due = now + times.heartbeat_interval
+            self.begin(heartbeat(self.store, list(self.places.values())))
+        return self.due - now
+
+    def end(self) -> None:
+        """End the thread for renewals."""
+        if self.renewer is not None:
+            self.renewer.give(None)
+
+    def begin(self, steps: Steps[None], *, long: bool = False) -> None:
+        """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
+        steps, refused = in_background(steps), None
+        try:
+            if self.loop is not None:
+                self._tasks.add(steps)
+                self.loop.call_soon_threadsafe(self._begin_task, steps)
+            elif long:
+                _ = start(partial(run_apart, steps, self.store), "housekeeping")
+            elif (refused := self.ensure()) is None and self.renewer is not None:
+                self.renewer.give(steps)
+        except RuntimeError as error:  # the loop is closed; out of threads, or the interpreter is ending
+            refused = error
+        if refused is not None:
+            warn("cannot work in the background for %s, trying again: %s", self.store.name, refused)
+
+    def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
+        task = plain_task(adrive(steps, undisturbed=undisturbed), self.loop)
+        self._tasks.add(task)
+        self._tasks.discard(steps)
+        task.add_done_callback(self._tasks.discard)
+
+    def begin_to_withdraw(self) -> None:
+        """Begin to delete places, unless a thread or task does. With an event loop it is called there."""
+        with self._lock:
+            if self.left and not going_on(self._withdrawal):
+                steps = self.withdraw_all()
+                self._withdrawal = ref(steps)
+                if self.loop is None:
+                    self.begin(steps, long=True)
+                else:
+                    self._begin_task(in_background(steps), undisturbed=True)
+
+    def withdraw_all(self) -> Steps[None]:
+        """Delete places until there are no more."""
+        while True:
+            with self._lock:
+                places, self.left = list(self.left.items()), {}
+                if not places:
+                    self._withdrawal = _nothing  # from now on others begin
+                    return
+            try:
+                yield from self._withdraw(self.store, places)
+            except asyncio.CancelledError:  # the event loop is ending, and waits for this task
+                yield from self._withdraw(self.store, places)
+
+
+def _nothing() -> None: ...
