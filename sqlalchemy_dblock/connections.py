@@ -115,7 +115,7 @@ class EnginePool(AutocommitPool):
         if kind == "asyncpg":
             from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
 
-            unnamed = asyncpg.Unnamed(driver)
+            unnamed = asyncpg.Prepared(driver, named=False)
             _sessions().set_up(
                 connection,
                 self._dialect.name,
@@ -124,8 +124,8 @@ class EnginePool(AutocommitPool):
                 question=lambda: await_only(driver.execute("SELECT 1")),
                 wait=await_only,
             )
-            if not connection.direct:
-                connection.prepared = lambda step: await_only(unnamed.execute(step))
+            runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
+            connection.prepared = lambda step: await_only(runner.execute(step))
             return
         if kind in {"psycopg", "psycopg_async"}:
             self._set_up_psycopg(connection, driver)

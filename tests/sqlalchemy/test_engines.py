@@ -782,7 +782,7 @@ def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest, 
 
 @pytest.mark.direct
 def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
-    """SQLAlchemy's adapter raises its own error, and leaves the server's SQLSTATE on the cause."""
+    """A plan that is out of date is an error of asyncpg itself; the next session makes a new one."""
     ready(request, "postgresql")
 
     async def main() -> None:
