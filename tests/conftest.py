@@ -43,7 +43,7 @@ DATABASES = ("sqlite", *SERVERS)
 POOLER = bool(os.environ.get("DBLOCK_POOLER"))
 """Whether the tests speak to PostgreSQL through PgBouncer in transaction mode."""
 MYSQL_DRIVER = "mysqldb" if os.environ.get("DBLOCK_MYSQLCLIENT") else "pymysql"
-ALIASES = {"sqlite": "default"} | {name: name for name in SERVERS}
+ALIASES: dict[str, str] = {"sqlite": "default"} | {name: name for name in SERVERS}
 
 if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
     Server.base = "/dev/shm"  # nobody waits for a disk; a server that is killed loses nothing there either

@@ -93,7 +93,7 @@ def test_the_next_waiter_is_served(
     lock, later = protocol.lock("k", ttl=9), protocol.lock("k", timeout=30)
     holder.call(lock, "acquire")
     fence = holder.get(lock, "fence")
-    waiting = heir.start(getattr(later, protocol.method("acquire")))
+    waiting = heir.begin(later, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
     assert desk.force("k", fence)
     assert waiting.result(7)  # the lease would have lasted for longer
@@ -204,7 +204,7 @@ def test_the_holder_is_asked_and_keeps_it_until_it_releases(
     assert until(lambda: asked, 5)
     assert holder.get(lock, "revoked") == "root: deploying"
     with pytest.raises(LockRevoked, match="root: deploying"):
-        holder.call(lock, "check") if protocol.face == "sync" else holder.do(lock.check)
+        holder.do(lock.check)
     assert holder.call(lock, "verify")
     holder.call(lock, "extend", 40)
     before = protocol.row("k")["expires_at"]
@@ -290,10 +290,10 @@ def test_the_queue_of_a_key_is_seen_in_order(protocol: Subject, actors: Actors, 
     holder, first, second = actors(3)
     lock, patient = protocol.lock("k"), protocol.lock("k", timeout=20, label="one")
     holder.call(lock, "acquire")
-    waiting = first.start(getattr(patient, protocol.method("acquire")))
+    waiting = first.begin(patient, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
     hasty = twin(protocol).lock("k", timeout=1.0, label="two")
-    later = second.start(getattr(hasty, protocol.method("acquire")))
+    later = second.begin(hasty, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 2, 10)
     one, two = desk.waiters("k")
     assert (one.key, one.label, two.label) == ("k", "one", "two")

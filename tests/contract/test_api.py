@@ -13,22 +13,10 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
-from tests.conftest import ALIASES
 from tests.contract.conftest import AXES
-from tests.contract.test_lease import FREE, STEAL, attach, until
+from tests.contract.test_lease import FREE, STEAL
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
-
-
-def without_key(subject: Subject, **options: Any) -> Any:
-    """What `db_lock` makes when the key is left out."""
-    if subject.variant == "django":
-        from dblock import db_lock as django_lock
-
-        return django_lock(using=ALIASES[subject.database], **options)
-    from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-
-    return sqlalchemy_lock(subject.engine, **options)
-
 
 # -- options
 
@@ -40,7 +28,7 @@ def test_minus_one_waits_for_ever(either: Subject, actor: Actor, other: Actor) -
         actor.call(mine, "acquire")
         lock = either.lock("k", timeout=timeout)
         assert lock._timeout is None
-        waiting = other.start(getattr(lock, either.method("acquire")))
+        waiting = other.begin(lock, "acquire")
         again = either.lock("k", timeout=0)
         time.sleep(0.1)
         assert not waiting.done()
@@ -96,14 +84,14 @@ def test_a_decorator_without_a_key(face: Subject, actor: Actor) -> None:
         return n, face.run("SELECT lock_key, ttl FROM locks WHERE owner IS NOT NULL")
 
     name = f"{__name__}.test_a_decorator_without_a_key.<locals>.sell"
-    assert actor.decorate(without_key(face), sell)() == (3, [(name, 30)])
-    assert actor.decorate(without_key(face, ttl=40), sell)(n=4) == (4, [(name, 40)])
+    assert actor.decorate(face.api("db_lock"), sell)() == (3, [(name, 30)])
+    assert actor.decorate(face.api("db_lock", ttl=40), sell)(n=4) == (4, [(name, 40)])
     assert face.row(name)["owner"] is None
 
 
 def test_without_a_key_there_is_no_lock(face: Subject, actor: Actor) -> None:
     """What has no name of its own is refused, and what is no decorator is told to have a key."""
-    decorator = without_key(face)
+    decorator = face.api("db_lock")
     with pytest.raises(InvalidKey, match="give it a key"):
         decorator(lambda: None)
     with pytest.raises(TypeError, match="decorates functions"):
@@ -113,7 +101,7 @@ def test_without_a_key_there_is_no_lock(face: Subject, actor: Actor) -> None:
     with pytest.raises(AttributeError, match="without a key db_lock makes a decorator"):
         actor.call(decorator, "acquire")
     with pytest.raises(TypeError, match="no option 'wait'"):
-        without_key(face, wait=5)
+        face.api("db_lock", wait=5)
 
 
 # -- blocks
@@ -142,16 +130,16 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
     lock = async_face.lock("k")
 
     async def directly() -> Any:
-        async with attach(async_face, token) as same:
+        async with async_face.api("attach", token) as same:
             assert len(same._blocks) == 1  # which may end elsewhere, as others
             return same.fence, async_face.row("k")["owner"] is not None
 
     async def awaited() -> Any:
-        async with await attach(async_face, token) as same:
+        async with await async_face.api("attach", token) as same:
             return same.fence, async_face.row("k")["owner"] is not None
 
     async def by_hand() -> Any:
-        same = await attach(async_face, token)
+        same = await async_face.api("attach", token)
         found = same.fence, async_face.row("k")["owner"] is not None
         await getattr(same, async_face.method("release"))()
         return found
@@ -191,7 +179,7 @@ def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: A
     first = actor.call(lock, "inspect")
     assert first.renewed is None
     assert "renewed" not in str(first)
-    until(lambda: actor.call(lock, "inspect").age > 1.6)
+    assert until(lambda: actor.call(lock, "inspect").age > 1.6)
     with pytest.raises(LockTimeout) as caught:
         other.within(either.lock("k", timeout=0))
     holder = caught.value.holder
@@ -256,7 +244,7 @@ def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, ca
     assert caught.value.reason is Reason.BLOCKED
     assert (caught.value.holder is not None) == taken
     assert ("it was taken over by elsewhere" in str(caught.value)) == taken
-    until(lambda: heard)
+    assert until(lambda: heard)
     assert heard == [Reason.BLOCKED]
     assert "its event loop was blocked" in caplog.text
 
@@ -270,7 +258,7 @@ def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     for options in ({"ttl": 0.3, "renew": False}, {"ttl": 1, "max_hold": 0.5}):
         lock = async_face.lock("k", **options)
         actor.call(lock, "acquire")
-        until(partial(_is_lost, actor, lock))
+        assert until(partial(_is_lost, actor, lock))
         with pytest.raises(LockLost) as caught:
             actor.call(lock, "release")
         assert caught.value.reason is Reason.EXPIRED

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, LockTimeout, observe
 from dblock.core import runtime
@@ -75,7 +74,7 @@ def test_who_waits(either: Subject, actor: Actor, other: Actor, told: list[Event
     """One event says that the key is contended, when the wait begins, and one how the wait ended, either way."""
     lock = either.lock("k", timeout=20, label="mine")
     assert actor.call(lock, "acquire")
-    waiting = other.start(getattr(either.lock("k", timeout=20), either.method("acquire")))
+    waiting = other.begin(either.lock("k", timeout=20), "acquire")
     assert until(lambda: brief(told)[1:] == [("contended", "")], 10)
     time.sleep(0.1)
     actor.call(lock, "release")
@@ -116,7 +115,7 @@ def test_inside_a_process_the_key_is_handed_over(
         told.clear()
         lock = either.lock("k", timeout=20)
         assert actor.call(lock, "acquire")
-        waiting = other.start(getattr(either.lock("k", timeout=20), either.method("acquire")))
+        waiting = other.begin(either.lock("k", timeout=20), "acquire")
         assert until(lambda: len(told) == 2, 10)
         actor.call(lock, "release")
         assert waiting.result(20)
@@ -131,11 +130,7 @@ def test_a_tenure_that_goes_on_elsewhere(either: Subject, actor: Actor, other: A
     lock = either.lock("k")
     assert actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    if either.variant == "django":
-        attach = getattr(dblock.db_lock, either.method("attach"))
-        same = other.do(lambda: attach(token, using=ALIASES[either.database]))
-    else:
-        same = other.do(lambda: sqlalchemy_dblock.attach(either.engine, token))
+    same = other.do(lambda: either.api("attach", token))
     other.call(same, "release")
     assert brief(told) == [
         ("acquired", "at_once"),
@@ -198,10 +193,7 @@ def test_renewals_and_reaping(either: Subject, actor: Actor, told: list[Event]) 
 def test_release_all(either: Subject, actor: Actor, told: list[Event]) -> None:
     """A flow that still works under a lock has lost it, and is told so."""
     assert actor.call(either.lock("k"), "acquire")
-    if either.variant == "sqlalchemy":
-        actor.do(lambda: sqlalchemy_dblock.release_all(either.engine))
-    else:
-        actor.do(lambda: getattr(dblock, either.method("release_all"))(using=ALIASES[either.database]))
+    actor.do(lambda: either.api("release_all"))
     assert until(lambda: len(told) == 2, 5)
     assert brief(told) == [("acquired", "at_once"), ("lost", str(Reason.RELEASED))]
 

@@ -181,7 +181,7 @@ def test_those_who_wait_for_each_other(protocol: Subject, actor: Actor, other: A
     mine, theirs = (protocol.lock(f"{name} {HOSTILE}", timeout=30) for name in "ab")
     actor.call(mine, "acquire")
     other.call(theirs, "acquire")
-    waiting = actor.start(getattr(protocol.lock(theirs.key, timeout=30), protocol.method("acquire")))
+    waiting = actor.begin(protocol.lock(theirs.key, timeout=30), "acquire")
     assert until(lambda: bool(protocol.run("SELECT 1 FROM lock_waiters")), 10)
     again = protocol.lock(mine.key, timeout=30)
     error = refused(LockError, lambda: other.call(again, "acquire"))

@@ -24,10 +24,10 @@ from sqlalchemy.orm import Session
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, StaleSnapshot
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
-from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
-from tests.support.lab import renewed, until
+from tests.support.lab import remaining, renewed, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -82,26 +82,17 @@ class Client:
         self.opened: Any = None
         self.engine: Any = None
         if not self.django:
-            options = {"isolation_level": level} if level and database != "sqlite" else {}
-            make = create_async_engine if asynchronous else create_engine
-            self.engine = make(url(database, driver), **options)
+            self.subject = self.subject.over(**({"isolation_level": level} if level and database != "sqlite" else {}))
+            self.engine = self.subject.engine
             if level and database == "sqlite":
                 _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         """A lock of this client's own kind."""
-        if self.django:
-            from dblock import db_lock
-
-            return db_lock(key, using=self.alias, **options)
-        return sqlalchemy_lock(self.engine, key, **options)
+        return self.subject.lock(key, **options)
 
     def attach(self, token: str) -> Any:
-        if self.django:
-            from dblock import db_lock
-
-            return self.actor.do(lambda: getattr(db_lock, self.subject.method("attach"))(token, using=self.alias))
-        return self.actor.do(lambda: attach(self.engine, token))
+        return self.actor.do(lambda: self.subject.api("attach", token))
 
     def call(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.actor.call(lock, name, *args, **kwargs)
@@ -345,13 +336,14 @@ def test_a_lease_that_runs_out_under_guard(
 ) -> None:
     """By itself, unrenewed: others come in when the transaction has ended, not before."""
     holder = client(kind)
-    lock = holder.lock(ttl=1.0, renew=False)
+    lock = holder.lock(ttl=1.5, renew=False)
+    holder.begin()
+    holder.end("rollback")  # it has a connection by now
     holder.call(lock, "acquire")
     holder.begin()
     holder.guard(lock)
     holder.write()
-    time.sleep(1.1)
-    assert holder.actor.get(lock, "state") == "lost"
+    assert until(lambda: holder.actor.get(lock, "state") == "lost" and remaining(holder.subject) < 0)
     assert not rival.gets_in()
     with pytest.raises(LockTimeout) as caught, sqlalchemy_lock(rival.engine, "k", timeout=0.1):
         pytest.fail("unreachable")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from django.test import override_settings
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError
@@ -21,7 +20,7 @@ from dblock.operating import administration, history
 from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, ready, run, timed, url
+from tests.conftest import observer, ready, run, timed
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
 from tests.support.lab import expire, renew, until
@@ -67,11 +66,8 @@ class kept:  # noqa: N801 - reads as a word
         run(plain.database, "DELETE FROM lock_events")
         self.settings = override_settings(DBLOCK={"HISTORY": self.most} if plain.variant == "django" else {})
         self.settings.enable()
-        self.own = Subject(plain.variant, plain.face, plain.database, plain.driver)
-        if plain.variant != "django":
-            make = create_engine if plain.face == "sync" else create_async_engine
-            options = {"dblock_history": self.most}
-            self.own.__dict__["engine"] = make(url(plain.database, plain.driver), execution_options=options)
+        options = {"dblock_history": self.most}
+        self.own: Subject = plain if plain.variant == "django" else plain.over(execution_options=options)
         return self.own
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +109,7 @@ def test_what_became_of_a_lock(
     fence = actor.get(lock, "fence")
     assert not other.call(either.lock("k"), "acquire", timeout=0)
     [third] = actors(1)
-    waiting = third.start(lambda: getattr(either.lock("k"), either.method("acquire"))(timeout=30))
+    waiting = third.begin(either.lock("k"), "acquire", timeout=30)
     assert until(lambda: waiters(either), 10)
     time.sleep(0.2)
     for _ in range(2):

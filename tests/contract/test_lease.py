@@ -22,50 +22,12 @@ from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import valid_token
-from tests.support.lab import expire, renew, renewed
-from tests.support.subjects import Actor, Subject, Twin
+from tests.support.lab import expire, renew, renewed, until
+from tests.support.subjects import Actor, Subject
 
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
 FREE = "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = :key"
 DELETE = "DELETE FROM locks WHERE lock_key = :key"
-
-
-def attach(subject: Subject, token: Any, **options: Any) -> Any:
-    """The lock of a token, on any face."""
-    if subject.variant == "django":
-        from dblock import db_lock
-        from tests.conftest import ALIASES
-
-        alias = ALIASES[subject.database] + ("_twin" if isinstance(subject, Twin) else "")
-        return getattr(db_lock, subject.method("attach"))(token, using=alias, **options)
-    from sqlalchemy_dblock import attach as sqlalchemy_attach
-
-    return sqlalchemy_attach(subject.engine, token, **options)
-
-
-def check_sequencer(subject: Subject, sequencer: Any) -> Any:
-    """What a service does with a sequencer that it is shown."""
-    if subject.variant == "django":
-        import dblock
-        from tests.conftest import ALIASES
-
-        return getattr(dblock, subject.method("check_sequencer"))(sequencer, using=ALIASES[subject.database])
-    from sqlalchemy_dblock import check_sequencer as sqlalchemy_check
-
-    return sqlalchemy_check(subject.engine, sequencer)
-
-
-def pause(subject: Subject, seconds: float) -> Any:
-    """Let time pass in a body without blocking an event loop."""
-    return time.sleep(seconds) if subject.face == "sync" else asyncio.sleep(seconds)
-
-
-def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
-    """Wait until the condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 class Witness:
@@ -88,34 +50,26 @@ def test_a_lease_outlives_its_ttl(everywhere: Subject, actor: Actor, other: Acto
     states: list[Any] = []
     enough = threading.Event()
 
-    def body() -> Any:
+    async def body() -> Any:
         def look() -> None:
             states.append((lock.state, lock.remaining > 0, lock.fence, lock.count))
             lock.check()
 
-        if everywhere.face == "sync":
-            while not enough.wait(0.02):
-                look()
-            return lock.verify()
-
-        async def abody() -> Any:
-            while not enough.is_set():
-                look()
-                await asyncio.sleep(0.02)
-            return await getattr(lock, everywhere.method("verify"))()
-
-        return abody()
+        while not enough.is_set():
+            look()
+            await everywhere.pause(0.02)
+        return await everywhere.ask(lock, "verify")
 
     running = threading.Thread(target=lambda: results.append(actor.within(lock, body)))
     results: list[Any] = []
     running.start()
-    until(lambda: states)
+    assert until(lambda: states)
     tries = []
     for _ in range(4):
         assert renewed(everywhere)
         tries.append(other.call(rival, "acquire", blocking=False))
     looked = len(states)
-    until(lambda: len(states) > looked)
+    assert until(lambda: len(states) > looked)
     enough.set()
     running.join(30)
     assert results == [True]
@@ -133,10 +87,10 @@ def test_a_re_entered_lease_is_kept_until_the_last_release(protocol: Subject, ac
     assert actor.call(inner, "acquire") is True
     assert (protocol.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
     actor.call(inner, "release")
-    until(lambda: protocol.row("k")["expires_at"] > before["expires_at"])
+    assert until(lambda: protocol.row("k")["expires_at"] > before["expires_at"])
     now = protocol.row("k")
     assert (now["count"], now["fence"], now["owner"]) == (1, before["fence"], before["owner"])
-    until(lambda: actor.get(outer, "state") == "held")
+    assert until(lambda: actor.get(outer, "state") == "held")
     assert other.call(rival, "acquire", blocking=False) is False
     actor.call(outer, "release")
     assert other.call(rival, "acquire", blocking=False) is True
@@ -151,8 +105,8 @@ def test_extensions_and_renewals_agree(protocol: Subject, actor: Actor) -> None:
     assert (actor.get(lock, "ttl"), protocol.row("k")["ttl"]) == (1.0, 1.0)
     assert actor.get(lock, "remaining") < 1.0
     short = protocol.row("k")["expires_at"]
-    until(lambda: protocol.row("k")["expires_at"] > short)
-    until(lambda: actor.get(lock, "state") == "held")
+    assert until(lambda: protocol.row("k")["expires_at"] > short)
+    assert until(lambda: actor.get(lock, "state") == "held")
     assert actor.call(lock, "verify") is True
     actor.call(lock, "extend", 30)
     assert (actor.get(lock, "ttl"), protocol.row("k")["ttl"]) == (30.0, 30.0)
@@ -183,12 +137,12 @@ def test_late_renewals_are_a_risk_until_one_succeeds(
     monkeypatch.setattr(store, "execute", execute_or_fail)
     actor.call(lock, "acquire")
     fence, home = actor.get(lock, "fence"), actor.do(threading.get_ident)
-    until(lambda: risks.seen)
+    assert until(lambda: risks.seen)
     assert failed.is_set()
     assert actor.get(lock, "state") == "at_risk"
     actor.do(lock.check)
     failing.clear()
-    until(lambda: actor.get(lock, "state") == "held")
+    assert until(lambda: actor.get(lock, "state") == "held")
     assert actor.call(lock, "verify") is True
     [(told, _, thread, seen_fence, seen_state)] = risks.seen
     assert (told, seen_fence, seen_state) == (lock, fence, "at_risk")
@@ -237,7 +191,7 @@ def test_every_loss_has_its_reason(protocol: Subject, actor: Actor, caplog: pyte
                 if key not in ended and actor.get(lock, "state") == "lost":
                     ended[key] = time.monotonic() - began[key]
             time.sleep(0.01)
-        until(lambda: all(witness.seen for witness in witnesses.values()))
+        assert until(lambda: all(witness.seen for witness in witnesses.values()))
     assert ended["ends"] >= 0.2
     assert ended["capped"] >= 0.68  # renewed at least once
     for key, lock in locks.items():
@@ -271,26 +225,18 @@ def test_a_loss_comes_out_of_the_block(everywhere: Subject, actor: Actor) -> Non
     witness = Witness()
     lock = everywhere.lock("k", ttl=20, on_lost=witness)
 
-    def body() -> Any:
+    async def body() -> None:
         everywhere.run(DELETE, key="k")
         renew()
-        if everywhere.face == "sync":
-            until(lambda: lock.state == "lost")
-            raise ZeroDivisionError
-
-        async def abody() -> None:
-            for _ in range(1000):
-                if lock.state == "lost":
-                    raise ZeroDivisionError
-                await asyncio.sleep(0.01)
-
-        return abody()
+        while lock.state != "lost":
+            await everywhere.pause(0.01)
+        raise ZeroDivisionError
 
     with pytest.raises(LockLost) as caught:
         actor.within(lock, body)
     assert caught.value.reason is Reason.GONE
     assert isinstance(caught.value.__context__, ZeroDivisionError)
-    until(lambda: witness.seen)
+    assert until(lambda: witness.seen)
 
 
 def test_lost_stays_lost_when_the_key_is_taken_again(either: Subject, actor: Actor) -> None:
@@ -298,7 +244,7 @@ def test_lost_stays_lost_when_the_key_is_taken_again(either: Subject, actor: Act
     outer, inner = either.lock("k", ttl=0.2, renew=False), either.lock("k", ttl=30)
     actor.call(outer, "acquire")
     fence = actor.get(outer, "fence")
-    until(lambda: actor.get(outer, "state") == "lost")
+    assert until(lambda: actor.get(outer, "state") == "lost")
     actor.call(inner, "acquire")
     assert (actor.get(outer, "state"), actor.get(outer, "fence")) == ("lost", fence)
     assert (actor.get(inner, "state"), actor.get(inner, "count")) == ("held", 1)
@@ -310,16 +256,9 @@ def test_lost_stays_lost_when_the_key_is_taken_again(either: Subject, actor: Act
     actor.call(inner, "release")
     assert actor.get(outer, "state") is None
 
-    def body() -> Any:
-        if either.face == "sync":
-            time.sleep(0.25)
-            return outer.acquire()
-
-        async def abody() -> None:
-            await asyncio.sleep(0.25)
-            await getattr(outer, either.method("acquire"))()
-
-        return abody()
+    async def body() -> None:
+        await either.pause(0.25)
+        await either.ask(outer, "acquire")
 
     with pytest.raises(LockLost):
         actor.within(outer, body)
@@ -347,7 +286,7 @@ def test_application_code_that_blocks_costs_no_lease(
     actor.call(kept, "acquire")
     lock = either.lock("k", ttl=0.1, renew=False, on_lost=partial(run, "callback"))
     actor.call(lock, "acquire")
-    until(lambda: ran)
+    assert until(lambda: ran)
     actor.do(partial(warn, "said in the flow, which may be a task of the event loop"))
     assert renewed(either, "kept")
     assert actor.get(kept, "state") == "held"
@@ -371,7 +310,7 @@ def test_a_failing_callback_is_logged(either: Subject, actor: Actor, caplog: pyt
     actor.call(kept, "acquire")
     lock = either.lock("k", ttl=0.1, renew=False, on_lost=fail)
     actor.call(lock, "acquire")
-    until(lambda: "ZeroDivisionError" in caplog.text)
+    assert until(lambda: "ZeroDivisionError" in caplog.text)
     assert renewed(either, "kept")
     assert actor.call(kept, "verify") is True
     with pytest.raises(LockLost):
@@ -387,7 +326,7 @@ def test_grace_keeps_the_key_closed_after_an_expiry(protocol: Subject, actor: Ac
     lock, rival = protocol.lock("k", ttl=0.2, renew=False, grace=0.5), protocol.lock("k")
     began = time.monotonic()
     actor.call(lock, "acquire")
-    until(lambda: actor.get(lock, "state") == "lost")
+    assert until(lambda: actor.get(lock, "state") == "lost")
     if time.monotonic() - began < 0.6:
         assert other.call(rival, "acquire", blocking=False) is False
     assert other.call(rival, "acquire", timeout=30) is True
@@ -408,7 +347,7 @@ def test_a_release_that_comes_too_late_leaves_the_grace(protocol: Subject, actor
     """A holder that talks to a system without fences may still be at it: the key stays closed."""
     lock, rival = protocol.lock("k", ttl=0.2, renew=False, grace=30), protocol.lock("k")
     actor.call(lock, "acquire")
-    until(lambda: actor.get(lock, "state") == "lost")
+    assert until(lambda: actor.get(lock, "state") == "lost")
     with pytest.raises(LockLost):
         actor.call(lock, "release")
     assert actor.get(lock, "state") is None
@@ -483,7 +422,7 @@ def test_a_hold_is_handed_over(everywhere: Subject, actor: Actor, other: Actor) 
     assert actor.call(rival, "acquire", blocking=False) is False
     with pytest.raises(LockNotHeld):
         actor.call(lock, "release")
-    taken = other.do(lambda: attach(everywhere, token))
+    taken = other.do(lambda: everywhere.api("attach", token))
     facts = ("key", "fence", "count", "ttl", "state")
     assert [other.get(taken, name) for name in facts] == ["k", fence, 1, 20.0, "held"]
     assert everywhere.row("k")["count"] == 1
@@ -504,20 +443,13 @@ def test_leaving_a_block_after_a_hand_over_releases_nothing(either: Subject, act
     """The tenure is the bearer's now, who can use it in a block of its own."""
     lock, tokens = either.lock("k", ttl=30), list[str]()
 
-    def body() -> Any:
-        if either.face == "sync":
-            tokens.append(lock.detach())
-            return None
-
-        async def abody() -> None:
-            tokens.append(await getattr(lock, either.method("detach"))())
-
-        return abody()
+    async def body() -> None:
+        tokens.append(await either.ask(lock, "detach"))
 
     actor.within(lock, body)
     held = either.row("k")
     assert held["owner"] is not None
-    taken = other.do(lambda: attach(either, tokens[0]))
+    taken = other.do(lambda: either.api("attach", tokens[0]))
     assert other.within(taken, lambda: taken.count) == 1
     assert (either.row("k")["owner"], either.row("k")["fence"]) == (None, held["fence"])
     with pytest.raises(LockNotHeld):
@@ -528,27 +460,15 @@ def test_a_hand_over_inside_a_block_is_forgotten_with_it(either: Subject, actor:
     """A block entered later, in the same outer block, is given back when it is left."""
     lock, seen = either.lock("k", ttl=30), list[Any]()
 
-    if either.face == "sync":
+    async def work() -> None:
+        async with either.within(lock):
+            taken = either.api("attach", await either.ask(lock, "detach"))
+            await either.ask(await taken if either.face == "async" else taken, "release")
+            async with either.within(lock):
+                pass
+            seen.append(either.row("k")["owner"])
 
-        def work() -> None:
-            with lock:
-                attach(either, lock.detach()).release()
-                with lock:
-                    pass
-                seen.append(either.row("k")["owner"])
-
-        actor.do(work)
-    else:
-
-        async def awork() -> None:
-            async with lock:
-                taken = await attach(either, await getattr(lock, either.method("detach"))())
-                await getattr(taken, either.method("release"))()
-                async with lock:
-                    pass
-                seen.append(either.row("k")["owner"])
-
-        actor.do(awork)
+    actor.do(work)
     assert seen == [None]
 
 
@@ -557,11 +477,11 @@ def test_a_token_is_good_once(either: Subject, actor: Actor, other: Actor) -> No
     lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    taken = other.do(partial(attach, either, token))
+    taken = other.do(partial(either.api, "attach", token))
     for again in (actor, other):
         before = either.row("k")
         with pytest.raises(LockLost, match="its token is good once, and was used by") as caught:
-            again.do(partial(attach, either, token))
+            again.do(partial(either.api, "attach", token))
         assert caught.value.reason is Reason.USED
         assert caught.value.holder is not None
         assert caught.value.holder.owner == "***"
@@ -581,14 +501,14 @@ def test_a_token_of_a_hold_that_was_attached(either: Subject, actor: Actor, othe
     actor.call(lock, "acquire")
     fence, tokens = actor.get(lock, "fence"), [actor.call(lock, "detach")]
     for bearer in (other, actor, other):
-        taken = bearer.do(partial(attach, either, tokens[-1]))
+        taken = bearer.do(partial(either.api, "attach", tokens[-1]))
         assert bearer.get(taken, "fence") == fence
         tokens.append(bearer.call(taken, "detach"))
     assert len(set(tokens)) == 4
     for used in tokens[:-1]:
         with pytest.raises(LockLost):
-            actor.do(partial(attach, either, used))
-    actor.call(actor.do(partial(attach, either, tokens[-1])), "release")
+            actor.do(partial(either.api, "attach", used))
+    actor.call(actor.do(partial(either.api, "attach", tokens[-1])), "release")
     assert either.row("k")["owner"] is None
 
 
@@ -596,7 +516,7 @@ def test_an_attached_hold_has_a_lease_of_its_own(either: Subject, actor: Actor, 
     """Of the options that it is attached with, if there are any: it is set, and may be shorter."""
     lock = either.lock("k", ttl=600)
     actor.call(lock, "acquire")
-    taken = other.do(partial(attach, either, actor.call(lock, "detach"), ttl=20, label="theirs"))
+    taken = other.do(partial(either.api, "attach", actor.call(lock, "detach"), ttl=20, label="theirs"))
     assert other.get(taken, "ttl") == either.row("k")["ttl"] == 20.0
     assert 15 < other.get(taken, "remaining") < 20
     other.call(taken, "release")
@@ -612,7 +532,7 @@ def test_a_hold_is_detached_as_a_whole(either: Subject, actor: Actor, other: Act
     assert actor.get(lock, "state") == "held"
     actor.call(lock, "release")
     token = actor.call(lock, "detach")
-    other.call(other.do(partial(attach, either, token)), "release")
+    other.call(other.do(partial(either.api, "attach", token)), "release")
     assert either.row("k")["owner"] is None
 
 
@@ -623,7 +543,7 @@ def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: A
     tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
     token = actor.call(lock, "detach")
     late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
-    taken = other.do(partial(attach, either, token))
+    taken = other.do(partial(either.api, "attach", token))
     drive = lock._drive if either.face == "sync" else lock._adrive
 
     def sent() -> Steps[Rows]:
@@ -642,7 +562,7 @@ def test_two_flows_use_one_token_at_once(protocol: Subject, actors: Callable[[in
     for _ in range(20):
         holder.call(lock, "acquire")
         token = holder.call(lock, "detach")
-        calls = [bearer.start(partial(attach, protocol, token)) for bearer in bearers]
+        calls = [bearer.start(partial(protocol.api, "attach", token)) for bearer in bearers]
         failed = [call.exception(20) for call in calls]
         assert [getattr(error, "reason", error) for error in failed].count(Reason.USED) == 1
         first = failed.index(None)
@@ -661,12 +581,12 @@ def test_the_token_of_an_ended_tenure_is_refused(protocol: Subject, actor: Actor
     actor.call(lock, "acquire")
     refused(protocol, other, token, Reason.TAKEN_OVER)
     token = actor.call(lock, "detach")
-    taken = other.do(lambda: attach(protocol, token))
+    taken = other.do(lambda: protocol.api("attach", token))
     other.call(taken, "release")
     refused(protocol, other, token, Reason.FREED)
     protocol.run(DELETE, key="k")
     with pytest.raises(LockLost) as caught:
-        other.do(lambda: attach(protocol, token))
+        other.do(lambda: protocol.api("attach", token))
     assert caught.value.reason is Reason.GONE
     assert protocol.run("SELECT * FROM locks") == []
 
@@ -674,7 +594,7 @@ def test_the_token_of_an_ended_tenure_is_refused(protocol: Subject, actor: Actor
 def refused(subject: Subject, actor: Actor, token: str, reason: Reason) -> None:
     before = subject.row("k")
     with pytest.raises(LockLost) as caught:
-        actor.do(lambda: attach(subject, token))
+        actor.do(lambda: subject.api("attach", token))
     assert (caught.value.key, caught.value.reason) == ("k", reason)
     assert subject.row("k") == before
 
@@ -721,7 +641,7 @@ def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor
     wrong: list[Exception | None] = []
     for bad in malformed:
         try:
-            other.do(partial(attach, either, bad))
+            other.do(partial(either.api, "attach", bad))
         except InvalidToken as error:
             wrong += [error] if owner in str(error) else []
         except Exception as error:
@@ -741,10 +661,10 @@ def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor
         made("K", owner, fence, ttl, grace, min_hold),
     ):
         with pytest.raises((LockLost, InvalidToken)):
-            other.do(partial(attach, either, strange))
+            other.do(partial(either.api, "attach", strange))
     assert either.row("k") == before
     assert either.run("SELECT count(*) FROM locks") == [(1,)]
-    other.call(other.do(partial(attach, either, token)), "release")
+    other.call(other.do(partial(either.api, "attach", token)), "release")
 
 
 def test_the_owner_is_in_no_repr(either: Subject, actor: Actor, other: Actor) -> None:
@@ -771,7 +691,7 @@ def test_the_owner_is_in_no_repr(either: Subject, actor: Actor, other: Actor) ->
     for text in shown:
         assert owner not in text
         assert owner[:16] not in text
-    taken = actor.do(lambda: attach(either, token))
+    taken = actor.do(lambda: either.api("attach", token))
     assert owner not in actor.do(lambda: repr(taken))
     actor.call(taken, "release")
 
@@ -786,7 +706,7 @@ def test_a_sequencer_proves_a_tenure(protocol: Subject, actor: Actor, other: Act
         actor.get(lock, "sequencer")
     actor.call(lock, "acquire")
     sequencer = actor.get(lock, "sequencer")
-    shown = other.do(lambda: check_sequencer(protocol, sequencer))
+    shown = other.do(lambda: protocol.api("check_sequencer", sequencer))
     assert tuple(shown) == ("ключ 🔒", "exclusive", actor.get(lock, "fence"))
     assert (shown.key, shown.mode, shown.fence) == tuple(shown)
     assert str(shown) == sequencer
@@ -796,7 +716,7 @@ def test_a_sequencer_proves_a_tenure(protocol: Subject, actor: Actor, other: Act
 
     def is_refused(reason: Reason | None = None) -> None:
         with pytest.raises(LockLost) as caught:
-            other.do(lambda: check_sequencer(protocol, sequencer))
+            other.do(lambda: protocol.api("check_sequencer", sequencer))
         assert caught.value.key == "ключ 🔒"
         assert reason in (None, caught.value.reason)
 
@@ -804,7 +724,7 @@ def test_a_sequencer_proves_a_tenure(protocol: Subject, actor: Actor, other: Act
     actor.call(lock, "acquire")
     is_refused(Reason.TAKEN_OVER)
     current = actor.get(lock, "sequencer")
-    assert other.do(lambda: check_sequencer(protocol, current)).fence > shown.fence
+    assert other.do(lambda: protocol.api("check_sequencer", current)).fence > shown.fence
     actor.call(lock, "release")
     protocol.run("DELETE FROM locks")
     is_refused(Reason.GONE)
@@ -813,23 +733,23 @@ def test_a_sequencer_proves_a_tenure(protocol: Subject, actor: Actor, other: Act
     ended = actor.get(short, "sequencer")
     time.sleep(0.15)
     with pytest.raises(LockLost):
-        other.do(lambda: check_sequencer(protocol, ended))
+        other.do(lambda: protocol.api("check_sequencer", ended))
     with pytest.raises(LockLost):
         actor.call(short, "release")
     kept = protocol.lock("kept", ttl=30, min_hold=30)
     actor.call(kept, "acquire")
     given_back = actor.get(kept, "sequencer")
-    assert other.do(lambda: check_sequencer(protocol, given_back)).key == "kept"
+    assert other.do(lambda: protocol.api("check_sequencer", given_back)).key == "kept"
     actor.call(kept, "release")
     assert other.call(kept, "locked") is True  # the key is closed, but nobody's
     with pytest.raises(LockLost) as caught:
-        other.do(lambda: check_sequencer(protocol, given_back))
+        other.do(lambda: protocol.api("check_sequencer", given_back))
     assert caught.value.reason is Reason.FREED
     prefix = sequencer.split(".")[0]
     forged = base64.urlsafe_b64encode(json.dumps(["k", "shared", 1]).encode()).decode().rstrip("=")
     for bad in ("", "x", prefix, f"{prefix}.", sequencer[:-5], f"{prefix}.{forged}", None, 5, sequencer.encode()):
         with pytest.raises(InvalidToken):
-            other.do(partial(check_sequencer, protocol, bad))
+            other.do(partial(protocol.api, "check_sequencer", bad))
 
 
 # -- blocks whose leaving was interrupted
@@ -885,7 +805,7 @@ def test_what_can_still_be_left_is_renewed(either: Subject, actor: Actor) -> Non
     actor.do(suspend)
     actor.call(either.lock("acquired", ttl=ttl), "acquire")
     actor.do(lambda: enter_and_forget(either, "entered again", ttl=ttl))
-    actor.within(either.lock("entered again", ttl=ttl), lambda: pause(either, 1.3 * ttl))
+    actor.within(either.lock("entered again", ttl=ttl), lambda: either.pause(1.3 * ttl))
     assert either.row("entered again")["owner"] is None
     actor.call(either.lock("acquired"), "verify")
     actor.call(either.lock("suspended"), "verify")

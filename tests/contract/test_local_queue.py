@@ -9,7 +9,6 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.errors import LockTimeout
 from dblock.core.lock.executor import BaseStore
 from tests.conftest import timed
@@ -44,15 +43,9 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
     """Let a flow want the key, which a flow of this process holds; returns once it is in the local queue."""
     before = lined_up(subject)
     lock = subject.lock("k", **{"timeout": 30, **options})
-    waiting = actor.start(getattr(lock, subject.method("acquire")))
+    waiting = actor.begin(lock, "acquire")
     assert until(lambda: lined_up(subject) == before + 1)
     return lock, waiting
-
-
-def queue_of(subject: Subject) -> LocalQueue:
-    found = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
-    assert found is not None
-    return found
 
 
 @pytest.mark.usefixtures("hopeful")
@@ -152,22 +145,18 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0)
     holder, next_, late = (either.lock("k", label=label, timeout=1.4) for label in ("first", "second", "third"))
     actor.call(holder, "acquire")
-    second = other.start(getattr(next_, either.method("acquire")))
+    second = other.begin(next_, "acquire")
     assert until(lambda: waiters(either) == 1)
     last, patient = actors(2)
     with pytest.raises(LockTimeout, match="first"):
         last.within(either.lock("k", timeout=0.1))
     fourth, waits = start(either, patient)
 
-    def give_up() -> None:
-        with late:
+    async def give_up() -> None:
+        async with either.within(late):
             pass
 
-    async def agive_up() -> None:
-        async with late:
-            pass
-
-    third = last.start(give_up if either.face == "sync" else agive_up)
+    third = last.start(give_up)
     assert until(lambda: lined_up(either) == 3)
     actor.call(holder, "release")
     assert second.result(5) is True

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +97,7 @@ def test_a_waiter_gets_the_lock_when_it_is_released(everywhere: Subject, actor: 
     """Within its timeout, and only then."""
     mine, yours = everywhere.lock("k"), everywhere.lock("k")
     actor.call(mine, "acquire")
-    waiting = other.start(lambda: getattr(yours, everywhere.method("acquire"))(timeout=30))
+    waiting = other.begin(yours, "acquire", timeout=30)
     time.sleep(0.2)
     assert not waiting.done()
     actor.call(mine, "release")
@@ -285,9 +284,7 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
     before, database = protocol.row("k"), lock._store().database
 
     def attack(steps: Any) -> Any:
-        if protocol.face == "sync":
-            return actor.do(lambda: drive(steps))
-        return actor.do(lambda: adrive(steps))
+        return actor.do(lambda: (drive if protocol.face == "sync" else adrive)(steps))
 
     for stranger in strangers:
         assert attack(tenures.extend(database, stranger, 600.0)) is None
@@ -519,10 +516,7 @@ def test_many_flows_and_a_missing_row(everywhere: Subject, actors: Callable[[int
     crowd = actors(8)
     for round_ in range(5):
         locks = [everywhere.lock(f"new:{round_}") for _ in crowd]
-        tries = [
-            actor.start(partial(getattr(lock, everywhere.method("acquire")), blocking=False))
-            for actor, lock in zip(crowd, locks, strict=True)
-        ]
+        tries = [actor.begin(lock, "acquire", blocking=False) for actor, lock in zip(crowd, locks, strict=True)]
         won = [done.result(60) for done in tries]
         assert won.count(True) == 1
         winner = won.index(True)
@@ -538,25 +532,13 @@ def test_a_plain_counter_counts(either: Subject, actors: Callable[[int], list[Ac
         time.sleep(0.001)
         counter[0] = before + 1
 
-    def work(actor: Actor) -> Any:
+    async def work() -> None:
         lock = either.lock("counter", timeout=60)
-        if either.face == "sync":
+        for _ in range(5):
+            async with either.within(lock):
+                increment()
 
-            def loop() -> None:
-                for _ in range(5):
-                    with lock:
-                        increment()
-
-            return actor.start(loop)
-
-        async def aloop() -> None:
-            for _ in range(5):
-                async with lock:
-                    increment()
-
-        return actor.start(aloop)
-
-    for done in [work(actor) for actor in crowd]:
+    for done in [actor.start(work) for actor in crowd]:
         done.result(60)
     assert counter == [20]
 

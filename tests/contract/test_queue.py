@@ -15,7 +15,6 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import POOLER, SELDOM, timed
-from tests.contract.test_lease import attach
 from tests.support.lab import PROTOCOL, remaining, renewed, until
 from tests.support.subjects import Actor, Subject, twin
 
@@ -36,7 +35,7 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
     """Let a flow wait for the key; returns once it stands in the queue, or in a local queue behind one that does."""
     before, behind = waiters(subject), lined_up(subject)
     lock = subject.lock("k", **{"timeout": 30, **options})
-    waiting = actor.start(getattr(lock, subject.method("acquire")))
+    waiting = actor.begin(lock, "acquire")
     joins = not behind or options.get("fair") is False
     assert until(lambda: waiters(subject) == before + 1 if joins else lined_up(subject) == behind + 1)
     newest = "SELECT 1 FROM locks WHERE last_ticket < (SELECT max(ticket) FROM lock_waiters)"
@@ -388,7 +387,7 @@ def test_a_circle_is_broken_by_its_youngest(protocol: Subject, actors: Callable[
         protocol.run(sql, ahead=2**61 + n, key=key)
     waits = list[Future[bool]]()
     for flow, actor in enumerate(crowd):
-        waits.append(actor.start(getattr(locks[flow, keys[(flow + 1) % 3]], protocol.method("acquire"))))
+        waits.append(actor.begin(locks[flow, keys[(flow + 1) % 3]], "acquire"))
         if flow < 2:
             assert until(lambda flow=flow: waiters(protocol) == flow + 1)  # type: ignore[misc]
             assert not any(wait.done() for wait in waits)
@@ -416,7 +415,7 @@ def test_a_circle_over_two_engines_or_aliases(either: Subject, actor: Actor, oth
     a, b = either.lock("a"), twin(either).lock("b")
     actor.call(a, "acquire")
     other.call(b, "acquire")
-    first = actor.start(getattr(twin(either).lock("b", timeout=9), either.method("acquire")))
+    first = actor.begin(twin(either).lock("b", timeout=9), "acquire")
     assert until(lambda: waiters(either) == 1)
     with pytest.raises(LockDeadlock) as caught:
         other.call(either.lock("a", timeout=9), "acquire")
@@ -458,7 +457,7 @@ def test_what_is_past_closes_no_circle(
             o=f"{name}1",
             seconds=600,
         )
-        waiting = actor.start(getattr(protocol.lock("m", timeout=30), protocol.method("acquire")))
+        waiting = actor.begin(protocol.lock("m", timeout=30), "acquire")
         assert until(lambda: waiters(protocol) == 1)
     assert other.call(m if past == "wait" else k, "acquire") is False
     if past == "tenure":
@@ -476,10 +475,10 @@ def test_a_chain_is_no_circle(
     one.call(a, "acquire")
     two.call(b, "acquire")
     token = one.call(a, "detach")
-    taken = three.do(lambda: attach(protocol, token))
-    waits = [one.start(getattr(b, protocol.method("acquire")))]
+    taken = three.do(lambda: protocol.api("attach", token))
+    waits = [one.begin(b, "acquire")]
     assert until(lambda: waiters(protocol) == 1)
-    waits.append(two.start(getattr(a, protocol.method("acquire"))))
+    waits.append(two.begin(a, "acquire"))
     assert until(lambda: waiters(protocol) == 2)
     time.sleep(0.5)
     assert not any(wait.done() for wait in waits)

@@ -39,7 +39,7 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import ready, run
-from tests.support.lab import close_django, renew, until
+from tests.support.lab import close_django, renew, together, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -181,7 +181,7 @@ def test_a_majority_that_others_hold_is_waited_for(place: Place) -> None:
     [actor, other] = place.actors
     lock, next_one = place.lock(), place.lock()
     assert actor.call(lock, "acquire") is True
-    waiting = other.start(lambda: getattr(next_one, place.actors[0].subject.method("acquire"))(timeout=20))
+    waiting = other.begin(next_one, "acquire", timeout=20)
     time.sleep(0.3)
     assert not waiting.done()
     before = actor.get(lock, "fence")
@@ -622,7 +622,7 @@ def test_release_all_gives_it_up(place: Place) -> None:
     lock = place.lock(ttl=1.5, on_lost=lambda *given: told.append(given))
     assert actor.call(lock, "acquire") is True
     if place.variant == "django":
-        assert actor.do(lambda: getattr(dblock, actor.subject.method("release_all"))(using="postgresql")) == 1
+        assert actor.call(dblock, "release_all", using="postgresql") == 1
     else:
         assert actor.do(lambda: sqlalchemy_dblock.release_all(engine(place.face, "postgresql"))) == 1
     assert until(lambda: told, 3)
@@ -788,11 +788,7 @@ def test_flows_take_turns(place: Place, flows: int) -> None:
             lock = place.lock(timeout=60)
             actor.within(lock, functools.partial(work, lock))
 
-    threads = [threading.Thread(target=again, args=(actor,)) for actor in actors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    assert together(*(functools.partial(again, actor) for actor in actors)) == []
     for actor in actors[2:]:
         actor.close()
     assert len(tenures) == 8 * flows

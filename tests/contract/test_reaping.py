@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from django.test import override_settings
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockStoreError
@@ -37,7 +35,7 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     """The subject with other settings, and one row that nobody has used for years; the watchdog looks often."""
     timed(monkeypatch, attention=0.1)
     leave_old(subject, "old")
-    own = replace(subject)
+    owns = list[Subject]()
     settings: list[Any] = []
 
     def make(**given: Any) -> Subject:
@@ -45,10 +43,9 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
             settings.append(override_settings(DBLOCK={name.upper(): value for name, value in given.items()}))
             settings[-1].enable()
             return subject
-        engine = create_engine if subject.face == "sync" else create_async_engine
         options = {f"dblock_{name}": value for name, value in given.items()}
-        own.__dict__["engine"] = engine(url(subject.database, subject.driver), execution_options=options)
-        return own
+        owns.append(subject.over(execution_options=options))
+        return owns[-1]
 
     yield make
     for each in settings:
@@ -56,7 +53,7 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     watchdog = runtime.current.watchdog
     assert until(lambda: max([0.0, *watchdog._reap_at.values()]) < clock.now() + 1000), "it goes on"
     watchdog._reap_at.clear()
-    if "engine" in own.__dict__:
+    for own in owns:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
         disposing.close()

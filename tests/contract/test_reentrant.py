@@ -77,7 +77,7 @@ def test_a_key_that_is_freed_meanwhile(either: Subject, actor: Actor) -> None:
     """Goes to the flow that waits for itself, which has lost what it held."""
     first, second = either.lock("k", reentrant=False), either.lock("k", reentrant=False)
     actor.call(first, "acquire")
-    waiting = actor.start(lambda: getattr(second, either.method("acquire"))(timeout=20))
+    waiting = actor.begin(second, "acquire", timeout=20)
     assert until(lambda: either.run("SELECT * FROM lock_waiters"), 10)
     either.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
     assert waiting.result(20) is True

@@ -8,23 +8,14 @@ from typing import Any
 
 import pytest
 
-import dblock
-import sqlalchemy_dblock
 from dblock import LockLost
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreBusy, StoreConflict
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
-from tests.conftest import ALIASES, timed
+from tests.conftest import timed
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
-
-
-def release_all(subject: Subject) -> Any:
-    """To be awaited on an asynchronous face."""
-    if subject.variant == "sqlalchemy":
-        return sqlalchemy_dblock.release_all(subject.engine)
-    return getattr(dblock, subject.method("release_all"))(using=ALIASES[subject.database])
 
 
 def test_it_gives_back_what_any_flow_holds(
@@ -40,8 +31,8 @@ def test_it_gives_back_what_any_flow_holds(
     assert [mine.call(twice, "acquire") for _ in range(2)] == [True, True]
     assert theirs.call(other, "acquire")
     assert mine.call(face.lock("short", min_hold=0.05), "acquire")
-    assert end.do(lambda: release_all(face)) == 3
-    assert end.do(lambda: release_all(face)) == 0
+    assert end.do(lambda: face.api("release_all")) == 3
+    assert end.do(lambda: face.api("release_all")) == 0
     assert face.row("twice")["owner"] is None
     assert face.row("other")["owner"] is None
     assert (mine.get(twice, "state"), theirs.get(other, "state"), mine.get(twice, "remaining")) == ("lost", "lost", 0)
@@ -60,11 +51,11 @@ def test_who_waits_gets_the_key(either: Subject, actors: Callable[[int], list[Ac
     holder, near, far, end = actors(4)
     lock, elsewhere = either.lock("k", timeout=20), twin(either).lock("k", timeout=20)
     holder.call(lock, "acquire")
-    waiting = near.start(getattr(lock, either.method("acquire")))
+    waiting = near.begin(lock, "acquire")
     assert until(lambda: either.run("SELECT count(*) FROM lock_waiters") == [(1,)], 5)
-    beyond = far.start(getattr(elsewhere, either.method("acquire")))
+    beyond = far.begin(elsewhere, "acquire")
     assert until(lambda: either.run("SELECT count(*) FROM lock_waiters") == [(2,)], 5)
-    assert end.do(lambda: release_all(either)) == 1
+    assert end.do(lambda: either.api("release_all")) == 1
     assert waiting.result(5) is True
     near.call(lock, "release")
     assert beyond.result(5) is True
@@ -91,27 +82,12 @@ def test_a_database_that_fails_is_asked_once(
     with monkeypatch.context() as patch:
         timed(patch, retry_budget=0.1)
         patch.setattr(BaseStore, "execute", refuse)
-        assert other.do(lambda: release_all(either)) == 0
+        assert other.do(lambda: either.api("release_all")) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
     assert "could not release 'c': down" in caplog.text
     assert not runtime.current.watchdog._holds
     assert other.call(either.lock("a", timeout=15), "acquire"), "within its ttl"
     other.call(either.lock("a"), "release")
-
-
-def attached(subject: Subject, actor: Actor, token: str) -> Any:
-    """The lock of a token, held by that flow."""
-
-    async def attach() -> Any:
-        if subject.variant == "django":
-            return await dblock.db_lock.aattach(token, using=ALIASES[subject.database])
-        return await sqlalchemy_dblock.attach(subject.engine, token)
-
-    if subject.face == "async":
-        return actor.do(attach)
-    if subject.variant == "django":
-        return actor.do(lambda: dblock.db_lock.attach(token, using=ALIASES[subject.database]))
-    return actor.do(lambda: sqlalchemy_dblock.attach(subject.engine, token))
 
 
 def test_what_was_handed_over_is_not_released(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
@@ -120,9 +96,9 @@ def test_what_was_handed_over_is_not_released(protocol: Subject, actors: Callabl
     lock = protocol.lock("k", ttl=60)
     first.call(lock, "acquire")
     token = first.call(lock, "detach")
-    assert end.do(lambda: release_all(protocol)) == 0
-    attach = attached(protocol, mine, token)
-    assert end.do(lambda: release_all(protocol)) == 1
+    assert end.do(lambda: protocol.api("release_all")) == 0
+    attach = mine.do(lambda: protocol.api("attach", token))
+    assert end.do(lambda: protocol.api("release_all")) == 1
     assert protocol.row("k")["owner"] is None
     with pytest.raises(LockLost):
         mine.call(attach, "release")
@@ -149,9 +125,9 @@ def test_a_row_that_is_locked_is_passed_over(
         patch.setattr(BaseStore, "execute", refuse)
         if protocol.face == "sync":
             with pytest.raises(KeyboardInterrupt):
-                other.do(lambda: release_all(protocol))
+                other.do(lambda: protocol.api("release_all"))
         else:
             broken.append(1)
-        other.do(lambda: release_all(protocol))
+        other.do(lambda: protocol.api("release_all"))
     assert protocol.row("a")["owner"] is None
     assert protocol.row("c")["owner"] is not None

@@ -42,13 +42,7 @@ Actors = Callable[[int], list[Actor]]
 
 
 def rwlock(subject: Subject, key: str = "k", **options: Any) -> Any:
-    if subject.variant == "django":
-        from dblock import db_rwlock as django_rwlock
-
-        return django_rwlock(key, using=ALIASES[subject.database], **options)
-    from sqlalchemy_dblock import db_rwlock
-
-    return db_rwlock(subject.engine, key, **options)
+    return subject.api("db_rwlock", key, **options)
 
 
 def readers(subject: Subject) -> int:
@@ -106,17 +100,12 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     left, both = threading.Event(), threading.Barrier(2)
 
     def enter(actor: Actor, name: str, lock: Any, inside: Callable[[], object]) -> Future[Any]:
-        async def aenter() -> None:
-            async with lock:
+        async def work() -> None:
+            async with protocol.within(lock):
                 order.append(name)
-                await asyncio.to_thread(inside)
+                _ = inside() if protocol.face == "sync" else await asyncio.to_thread(inside)
 
-        def work() -> None:
-            with lock:
-                order.append(name)
-                inside()
-
-        return actor.start(work if protocol.face == "sync" else aenter)
+        return actor.start(work)
 
     done = [enter(flows[0], "r1", rw.read(), partial(left.wait, 30))]
     assert until(lambda: order == ["r1"])
@@ -145,7 +134,7 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     rw = rwlock(either, timeout=30)
     read, write = rw.read(), rw.write()
     actor.call(read, "acquire")
-    waiting = other.start(getattr(rw.write(), either.method("acquire")))
+    waiting = other.begin(rw.write(), "acquire")
     time.sleep(0.1)
     assert actor.call(rw.read(), "acquire", blocking=False) is True
     assert actor.get(read, "count") == 2
@@ -217,7 +206,7 @@ def test_downgrade(protocol: Subject, actors: Actors) -> None:
     write, other = rw.write(), rw.write()
     one.call(write, "acquire")
     fence = one.get(write, "fence")
-    waiting = two.start(getattr(other, protocol.method("acquire")))
+    waiting = two.begin(other, "acquire")
     assert until(lambda: waiters(protocol) == 1)
     one.call(write, "downgrade")
     assert one.get(write, "fence") > fence
@@ -263,23 +252,15 @@ def test_downgrade_in_a_block(either: Subject, actor: Actor, other: Actor) -> No
     rw = rwlock(either)
     write, read = rw.write(), rw.read()
 
-    if either.face == "sync":
+    async def block() -> Any:
+        async with either.within(write):
+            await either.ask(write, "downgrade")
+            entering = other.begin(read, "acquire", blocking=False)
+            while not entering.done():
+                await either.pause(0.01)
+            return entering.result(), write.state
 
-        def block() -> bool:
-            with write:
-                write.downgrade()
-                return bool(other.call(read, "acquire", blocking=False))
-
-        assert actor.do(block) is True
-    else:
-
-        async def ablock() -> Any:
-            async with write:
-                await getattr(write, either.method("downgrade"))()
-                return write.state
-
-        assert actor.do(ablock) == "held"
-        assert other.call(read, "acquire", blocking=False) is True
+    assert actor.do(block) == (True, "held")
     other.call(read, "release")
     assert readers(either) == 0
     assert other.call(rw.write(), "acquire", blocking=False) is True
@@ -290,9 +271,9 @@ def test_a_writer_that_gives_up_lets_readers_in(protocol: Subject, actors: Actor
     one, two, three = actors(3)
     rw = rwlock(protocol, timeout=30)
     one.call(first := rw.read(), "acquire")
-    gives_up = two.start(lambda: getattr(rw.write(), protocol.method("acquire"))(timeout=1))
+    gives_up = two.begin(rw.write(), "acquire", timeout=1)
     assert until(lambda: (info := one.call(rw.write(), "inspect")) is not None and info.waits)
-    behind = three.start(getattr(rw.read(), protocol.method("acquire")))
+    behind = three.begin(rw.read(), "acquire")
     assert until(lambda: waiters(protocol) == 1)
     assert gives_up.done() or not behind.done()
     assert gives_up.result(30) is False
@@ -308,7 +289,7 @@ def test_a_waiting_writer_is_not_shown_as_the_holder(protocol: Subject, actors: 
     one, two, three = actors(3)
     rw = rwlock(protocol, timeout=30)
     one.call(first := rw.read(), "acquire")
-    entered = two.start(getattr(second := rw.write(), protocol.method("acquire")))
+    entered = two.begin(second := rw.write(), "acquire")
     assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
     assert three.call(rw.write(), "locked") is False
     assert three.call(rw.read(), "locked") is True
@@ -334,7 +315,7 @@ def test_an_unfair_reader_enters_beside_readers_and_not_before_the_next_writer(
     one.call(first, "acquire")
     assert three.call(unfair, "acquire", blocking=False) is True
     three.call(unfair, "release")
-    entered = two.start(getattr(second, protocol.method("acquire")))
+    entered = two.begin(second, "acquire")
     assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
     assert three.call(unfair, "acquire", timeout=0.1) is False
     one.call(first, "release")
@@ -410,19 +391,12 @@ def test_what_cannot_be_a_key(either: Subject) -> None:
 def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
     """Each call reads or writes under the key of its arguments; a call that is busy may be skipped."""
     rw = rwlock(face, "report:{number}", on_busy="skip", otherwise="skipped", timeout=0)
-    if face.face == "sync":
-        work = rw.write()(lambda number: face.row(f"report:{number}")["owner"] is not None)
-    else:
-
-        async def awork(number: int) -> bool:
-            return face.row(f"report:{number}")["owner"] is not None
-
-        work = rw.write()(awork)
-    assert actor.do(lambda: work(7)) is True
+    work = actor.decorate(rw.write(), lambda number: face.row(f"report:{number}")["owner"] is not None)
+    assert work(7) is True
     read = rwlock(face, "report:7").read()
     other.call(read, "acquire")
-    assert actor.do(lambda: work(7)) == "skipped"
-    assert actor.do(lambda: work(8)) is True
+    assert work(7) == "skipped"
+    assert work(8) is True
     other.call(read, "release")
 
 
@@ -432,29 +406,14 @@ def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> N
     read = rw.read()
     actor.call(read, "acquire")
     sequencer = actor.get(read, "sequencer")
-    if either.variant == "django":
-        import dblock
-
-        alias = ALIASES[either.database]
-        check = getattr(dblock, either.method("check_sequencer"))
-        found = actor.do(lambda: check(sequencer, using=alias))
-        attach = partial(getattr(dblock.db_lock, either.method("attach")), using=alias)
-    else:
-        import sqlalchemy_dblock
-
-        found = actor.do(lambda: sqlalchemy_dblock.check_sequencer(either.engine, sequencer))
-        attach = partial(sqlalchemy_dblock.attach, either.engine)
+    found = actor.do(lambda: either.api("check_sequencer", sequencer))
     assert (found.mode, found.fence) == ("shared", actor.get(read, "fence"))
     token = actor.call(read, "detach")
     assert actor.get(read, "state") is None
-
-    async def aattach() -> Any:
-        return await attach(token)
-
-    lock = other.do((lambda: attach(token)) if either.face == "sync" else aattach)
+    lock = other.do(lambda: either.api("attach", token))
     assert other.get(lock, "fence") == found.fence
     with pytest.raises(LockLost) as used:
-        actor.do((lambda: attach(token)) if either.face == "sync" else aattach)
+        actor.do(lambda: either.api("attach", token))
     assert used.value.reason is Reason.USED
     assert actor.call(rw.write(), "acquire", blocking=False) is False
     other.call(lock, "release")
@@ -474,58 +433,37 @@ def test_a_reader_among_several(either: Subject, actor: Actor, other: Actor) -> 
     actor.call(locks, "release")
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["reader", "writer"])
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_a_guarded_reader_keeps_writers_out(request: pytest.FixtureRequest, database: str) -> None:
+def test_a_guarded_one_keeps_the_others_out(request: pytest.FixtureRequest, database: str, *, reads: bool) -> None:
     """Until its transaction ends, whatever becomes of its lease, and also once it has been released."""
     subject = Subject("sqlalchemy", "sync", database)
     ready(request, database)
+
+    def of(rw: Any, *, reader: bool) -> Any:
+        return rw.read() if reader else rw.write()
+
     for lapsed in (False, True):
-        rw = rwlock(subject, ttl=1 if lapsed else 30, renew=False)
         with Session(subject.engine) as session:
             _ = session.connection()  # there is time for no more than guard()
-            read = rw.read()
-            read.acquire()
-            read.guard(session)
+            mine = of(rwlock(subject, ttl=1 if lapsed else 30, renew=False), reader=reads)
+            mine.acquire()
+            mine.guard(session)
             if lapsed:
-                assert until(lambda: read.state == "lost")  # noqa: B023
+                assert until(lambda: mine.state == "lost")  # noqa: B023
             else:
-                read.release()
+                mine.release()
             with ThreadPoolExecutor() as pool:
-                assert pool.submit(rwlock(subject).write().acquire, timeout=0.2).result() is False
-            assert readers(subject) == 1
+                assert pool.submit(of(rwlock(subject), reader=not reads).acquire, timeout=0.3).result() is False
+            assert readers(subject) == reads
             session.commit()
         if lapsed:
             with pytest.raises(LockLost):
-                read.release()
-        write = rwlock(subject).write()
-        assert write.acquire(timeout=5)
-        assert readers(subject) == 0
-        write.release()
-
-
-@pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_a_guarded_writer_keeps_readers_out(request: pytest.FixtureRequest, database: str) -> None:
-    """Until its transaction ends, also if it has been released, or its lease is over."""
-    subject = Subject("sqlalchemy", "sync", database)
-    ready(request, database)
-    for lapsed in (False, True):
-        with Session(subject.engine) as session:
-            _ = session.connection()
-            write = rwlock(subject, ttl=1 if lapsed else 30, renew=False).write()
-            write.acquire()
-            write.guard(session)
-            if lapsed:
-                assert until(lambda: write.state == "lost")  # noqa: B023
-            else:
-                write.release()
-            assert rwlock(subject).read().acquire(timeout=0.3) is False
-            session.commit()
-        if lapsed:
-            with pytest.raises(LockLost):
-                write.release()
-        read = rwlock(subject).read()
-        assert read.acquire(timeout=5)
-        read.release()
+                mine.release()
+        theirs = of(rwlock(subject), reader=not reads)
+        assert theirs.acquire(timeout=15)
+        assert readers(subject) == (not reads)
+        theirs.release()
 
 
 def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> None:
@@ -533,18 +471,12 @@ def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> 
     one, two = actors(2)
     read, write = rwlock(protocol).read(), rwlock(protocol, timeout=30).write()
     one.call(read, "acquire")
-    waiting = two.start(getattr(write, protocol.method("acquire")))
+    waiting = two.begin(write, "acquire")
     time.sleep(0.2)
     info = one.call(read, "inspect")
     store = protocol.lock("k")._store()
-    if protocol.face == "sync":
-        assert one.do(lambda: drive(administration.force_release(store, info.key, info.fence, "enough")))
-    else:
-
-        async def free() -> bool:
-            return await adrive(administration.force_release(store, info.key, info.fence, "enough"))
-
-        assert one.do(free)
+    play = drive if protocol.face == "sync" else adrive
+    assert one.do(lambda: play(administration.force_release(store, info.key, info.fence, "enough")))
     assert waiting.result(30) is True
     with pytest.raises(LockLost):
         one.call(read, "verify")
@@ -575,21 +507,9 @@ def test_what_a_token_brings_is_of_its_kind(either: Subject, actor: Actor, other
     write = rwlock(either).write()
     actor.call(write, "acquire")
     token = actor.call(write, "detach")
-    if either.variant == "django":
-        import dblock
-
-        attach: Any = partial(getattr(dblock.db_lock, either.method("attach")), token, using=ALIASES[either.database])
-    else:
-        import sqlalchemy_dblock
-
-        attach = partial(sqlalchemy_dblock.attach, either.engine, token)
-
-    async def aattach() -> Any:
-        return await attach()
-
-    lock = other.do(attach if either.face == "sync" else aattach)
+    lock = other.do(lambda: either.api("attach", token))
     with pytest.raises(LockLost) as used:
-        actor.do(attach if either.face == "sync" else aattach)
+        actor.do(lambda: either.api("attach", token))
     assert used.value.reason is Reason.USED
     assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
     other.call(lock, "release")
@@ -722,7 +642,7 @@ def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Act
     one, two, three = actors(3)
     one.call(read := rwlock(protocol).read(), "acquire")
     write = rwlock(protocol, min_hold=0.7, timeout=30).write()
-    waiting = two.start(getattr(write, protocol.method("acquire")))
+    waiting = two.begin(write, "acquire")
     assert until(lambda: protocol.row("k")["owner"] is not None), "it has the door"
     time.sleep(0.7)
     one.call(read, "release")
@@ -740,7 +660,7 @@ def test_a_writer_that_waits_lives_as_long_as_a_place(protocol: Subject, actors:
         read = rwlock(protocol).read()
         assert one.call(read, "acquire")
         write = rwlock(protocol, renew=renewing, timeout=30).write()
-        waiting = two.start(getattr(write, protocol.method("acquire")))
+        waiting = two.begin(write, "acquire")
         assert until(lambda: (info := one.call(rwlock(protocol).write(), "inspect")) is not None and info.waits)
         assert remaining(protocol) < 5.1
         one.call(read, "release")
@@ -760,10 +680,7 @@ def test_readers_that_do_not_wait_are_let_in_at_once(protocol: Subject, actors: 
     for _ in range(20):
         flows[0].within(rwlock(protocol).write())
         reads = [rwlock(protocol).read() for _ in flows]
-        tries = [
-            flow.start(partial(getattr(read, protocol.method("acquire")), blocking=False))
-            for flow, read in zip(flows, reads, strict=True)
-        ]
+        tries = [flow.begin(read, "acquire", blocking=False) for flow, read in zip(flows, reads, strict=True)]
         assert [each.result(30) for each in tries] == [True] * 4
         for flow, read in zip(flows, reads, strict=True):
             flow.call(read, "release")

@@ -19,7 +19,6 @@ from dblock.core.errors import InvalidToken, LockError, LockStoreError, LockTime
 from dblock.drivers.mariadb import OFTEN
 from tests.conftest import DATABASES, run
 from tests.contract.test_guard import Client, client, on
-from tests.contract.test_lease import attach
 from tests.support.subjects import Actor, Subject
 
 __all__ = ["client"]
@@ -103,7 +102,7 @@ def test_no_token_is_told(
     holder.end("commit")
     assert other.call(theirs, "acquire", timeout=0.2) is False
     refused(lambda: other.call(theirs, "release"))
-    waiting = other.actor.start(getattr(theirs, other.subject.method("acquire")))
+    waiting = other.actor.begin(theirs, "acquire")
     while not run(database, "SELECT 1 FROM lock_waiters"):
         assert not waiting.done()
     holder.call(lock, "release")
@@ -193,10 +192,10 @@ def test_no_report_of_an_error_shows_a_token(driver: Subject, actor: Actor, othe
         refused(lambda: actor.call(held, "extend"))
         refused(lambda: actor.call(held, "verify"))
         refused(lambda: actor.call(held, "detach"))
-        refused(lambda: actor.do(lambda: attach(driver, token)))
+        refused(lambda: actor.do(lambda: driver.api("attach", token)))
         refused(lambda: other.call(driver.lock("new"), "acquire"))
         refused(lambda: actor.call(held, "release"))
-    refused(lambda: other.do(lambda: attach(driver, token[:-8])), InvalidToken)
+    refused(lambda: other.do(lambda: driver.api("attach", token[:-8])), InvalidToken)
     with without(driver.database, "lock_waiters"):
         refused(lambda: other.call(driver.lock("held", timeout=30), "acquire"), LockError)
     assert len(tokens) >= 3

@@ -223,19 +223,6 @@ def listen(engine: Engine) -> None:
         event.listen(engine, name, lambda *_, **__: None)
 
 
-def leaves_a_transaction(engine: Engine) -> None:
-    """Handlers of the pool leave one open."""
-    begin = "BEGIN"
-
-    def handle(connection: Any, *_: Any) -> None:
-        cursor = connection.cursor()
-        cursor.execute(begin)
-        cursor.execute("SELECT 1")
-        cursor.close()
-
-    event.listen(engine, "connect", handle)
-
-
 def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("the lock's statements are none of the application's")
 
@@ -590,7 +577,7 @@ def a_lock_lives(subject: Configured, actors: Callable[[], Actor]) -> None:
     twin = subject.twin()
     subject.__dict__.setdefault("twins", []).append(twin)
     twin.begin(holder)
-    waiting = waiter.start(getattr(twin.lock("k", timeout=30, ttl=30), subject.method("acquire")))
+    waiting = waiter.begin(twin.lock("k", timeout=30, ttl=30), "acquire")
     assert until(lambda: subject.run(WAITERS) == [(1,)])
     assert kept(subject), "its place was not kept"
     fence = column(subject, "fence")

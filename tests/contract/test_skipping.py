@@ -87,16 +87,12 @@ def test_where_nothing_can_be_skipped(either: Subject, actor: Actor, other: Acto
     """A `with` says so at once, also while the key is free; `acquire` returns False, as ever."""
     lock = either.lock("k", on_busy="skip")
 
-    def block() -> None:
-        with lock:
-            raise AssertionError("the body ran")
-
-    async def ablock() -> None:
-        async with lock:
+    async def block() -> None:
+        async with either.within(lock):
             raise AssertionError("the body ran")
 
     with pytest.raises(TypeError, match="cannot be skipped"):
-        actor.do(block if either.face == "sync" else ablock)
+        actor.do(block)
     assert not actor.call(lock, "locked")
     assert actor.call(lock, "acquire")
     assert other.call(either.lock("k", on_busy="skip"), "acquire", blocking=False) is False

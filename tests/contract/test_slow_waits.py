@@ -67,7 +67,7 @@ def test_short_waits_are_not_logged(
     assert actor.call(holder, "acquire")
     for options in ({"timeout": 0.3}, {"timeout": 0}, {"timeout": 0.5, "slow_wait": None}):
         assert not other.call(either.lock("k", **options), "acquire")
-    waiting = other.start(getattr(either.lock("k", slow_wait=20), either.method("acquire")))
+    waiting = other.begin(either.lock("k", slow_wait=20), "acquire")
     actor.call(holder, "release")
     assert waiting.result(20)
     other.call(either.lock("k"), "release")

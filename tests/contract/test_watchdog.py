@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SERVERS, observer, ready, run, url
-from tests.support.lab import renewed
+from tests.support.lab import renewed, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 from tests.support.subjects import Subject
@@ -26,18 +26,14 @@ def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: st
     """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
     ready(request, database)
     engine = create_engine(url(database))
-    locks = [db_lock(engine, f"k{number}", ttl=2) for number in range(20)]
+    locks = [db_lock(engine, f"k{number}", ttl=3) for number in range(20)]
     for lock in locks:
         assert lock.acquire()
     with observer(database).begin() as stranger:
         stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k7' FOR UPDATE"))
-        time.sleep(1.4)
-        states = [lock.state for lock in locks]
-    assert states == ["held"] * 7 + ["at_risk"] + ["held"] * 12
-    deadline = time.monotonic() + 10
-    while locks[7].state == "at_risk" and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert {lock.state for lock in locks} == {"held"}
+        assert until(lambda: locks[7].state == "at_risk", 2.5)
+        assert [lock.state for lock in locks] == ["held"] * 7 + ["at_risk"] + ["held"] * 12
+    assert until(lambda: {lock.state for lock in locks} == {"held"})
     assert renewed(Subject("sqlalchemy", "sync", database))
     for lock in locks:
         assert lock.verify()

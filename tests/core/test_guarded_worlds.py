@@ -22,6 +22,7 @@ from tests.conftest import timed
 from tests.core.test_holds import FakeLock, FakeStore
 from tests.support.lab import LONG
 from tests.support.model import Interrupted, World
+from tests.support.steps import skipped
 
 TTL = 30.0
 FAULTS = ("over", "freed", "error", "lost", "interrupt", "late interrupt")
@@ -213,11 +214,7 @@ def told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pin is believed without a look at the row."""
-
-    def believe(*_: object) -> Any:
-        yield from ()
-
-    monkeypatch.setattr(operations, "guarded", believe)
+    monkeypatch.setattr(operations, "guarded", skipped())
 
 
 @pytest.mark.parametrize("mistake", [unguarded, told_after_all, unverified])

@@ -22,10 +22,10 @@ from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
-from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.wakeup.registry import Wakeups
 from tests.conftest import timed
 from tests.core.test_queue import HOUR, Kept
-from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
+from tests.support.model import Interrupted, Post, Scheduled, World, lost_after, play, raising, to_the_end, wish
 from tests.support.steps import NO_STORE, pause_of
 
 
@@ -54,36 +54,23 @@ class Process(Kept):
 
 
 @dataclass
-class Flow:
+class Flow(Scheduled):
     """Takes the key some times, or gives up; whatever interrupts it is thrown in."""
 
-    process: Process
-    chance: random.Random
-    name: int
-    cycles: int
-    log: list[tuple[int, Grant]]
-    faults: bool
-    barging: float
-    """How often it asks for the key with `fair=False`."""
-    steps: Steps[Any] | None = None
-    reply: Any = None
-    wakes: float = 0.0
-    wakeup: Wakeup | None = None
-    under_way: tuple[Execute, set[str]] | None = None
-    broken: BaseException | None = None
+    faults: bool = False
     interruptible: bool = False
-    done: bool = False
 
-    def life(self) -> Steps[None]:
-        site, holding, chance = self.process.site, self.process.holding, self.chance
-        for _ in range(self.cycles):
-            fair = int(chance.random() >= self.barging)
-            request = wish(ttl=2 * HOUR, fair=fair, flow=str(self.name), starts_on_place_lease=chance.random() < 0.8)
+    def life(self, name: int, process: Process, log: list[tuple[int, Grant]], barging: float) -> Steps[None]:
+        """`barging` says how often it asks for the key with `fair=False`."""
+        site, holding, chance = process.site, process.holding, self.chance
+        for _ in range(5):
+            fair = int(chance.random() >= barging)
+            request = wish(ttl=2 * HOUR, fair=fair, flow=str(name), starts_on_place_lease=chance.random() < 0.8)
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
                 found = yield from acquiring.acquire(
-                    Attempt(site, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding))
+                    Attempt(site, request, timeout, lambda: process, held_in_process=bool(holding))
                 )
             except (Interrupted, LockStoreError):
                 continue
@@ -91,11 +78,11 @@ class Flow:
                 self.interruptible = False
             if not isinstance(found, Grant):
                 continue
-            holding.add(self.name)
-            self.log.append((self.name, found))
+            holding.add(name)
+            log.append((name, found))
             if chance.random() < 0.7:
                 yield Sleep(NO_STORE, chance.choice((0.001, 0.05, 0.3)))
-            holding.remove(self.name)
+            holding.remove(name)
             self.interruptible = self.faults
             try:
                 assert (yield from handover.pass_on(site, found))
@@ -106,39 +93,19 @@ class Flow:
             if chance.random() < 0.5:
                 yield Sleep(NO_STORE, chance.choice((0.001, 0.1)))
 
-    def ready(self) -> bool:
-        notified = self.wakeup is not None and self.wakeup.notified()
-        return not self.done and (self.wakes <= self.process.world.time or notified)
-
     def run(self) -> None:
         """One step further: a statement begins, takes effect, is answered or broken off, or its answer is lost."""
-        assert self.steps is not None
-        world = self.process.world
-        self.wakes = world.time
         if self.under_way is not None:
-            (step, seen), self.under_way = self.under_way, None
             fate = self.chance.random() if self.faults else 1.0
-            if fate > 0.03:
-                self.reply = world.execute(step, seen)
-            if fate < 0.06 and self.interruptible:
-                self.broken = StoreUnanswered("cut off")
-            elif fate <= 0.03:
-                self.reply = world.execute(step, seen)
+            lost = fate < 0.06 and self.interruptible
+            if fate > 0.03 or not lost:
+                self.arrive()
+            self.under_way = None
+            self.error = StoreUnanswered("cut off") if lost else None
             return
-        error, self.broken = self.broken, None
-        if self.interruptible and error is None and self.chance.random() < 0.02:
-            error, self.interruptible = Interrupted(), False  # to interrupt the clean-up costs the ttl
-        try:
-            found = self.steps.send(self.reply) if error is None else self.steps.throw(error)
-        except StopIteration:
-            self.done = True
-            return
-        self.reply, self.wakeup = None, None
-        if isinstance(found, Execute):
-            self.under_way = found, world.snapshot()
-        else:
-            self.wakes = world.time + pause_of(found)
-            self.wakeup = found.wakeup if isinstance(found, Wait) else None
+        if self.interruptible and self.error is None and self.chance.random() < 0.02:
+            self.error, self.interruptible = Interrupted(), False  # to interrupt the clean-up costs the ttl
+        super().run()
 
 
 def schedule(
@@ -153,22 +120,16 @@ def schedule(
     chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
     numbers = itertools.count()
     processes = [Process(world) for _ in houses]
-    crowd = [
-        Flow(process, chance, next(numbers), 5, log, faults, barging)
-        for process, size in zip(processes, houses, strict=True)
-        for _ in range(size)
-    ]
-    for flow in crowd:
-        flow.steps = flow.life()
-    begun = world.time
-    while not all(flow.done for flow in crowd):
-        ready = [flow for flow in crowd if flow.ready()]
-        if not ready:
-            world.time = min(flow.wakes for flow in crowd if not flow.done)
-            assert world.time < begun + HOUR / 2, f"somebody was forgotten: {log}"
-            continue
-        chance.choice(ready).run()
+    crowd = list[Flow]()
+    for process, size in zip(processes, houses, strict=True):
+        for _ in range(size):
+            crowd.append(flow := Flow(world, chance, faults=faults))
+            flow.steps = flow.life(next(numbers), process, log, barging)
+
+    def check() -> None:
         assert sum(len(process.holding) for process in processes) <= 1
+
+    to_the_end(crowd, HOUR / 2, check)
     assert all(process.nobody() for process in processes), f"somebody is still in a local queue: {seed}"
     return world, log
 

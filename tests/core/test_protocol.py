@@ -29,34 +29,21 @@ from dblock.core.errors import (
 )
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin
-from dblock.core.wakeup.registry import Wakeup
-from tests.support.model import Interrupted, World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE, no_store, pause_of
+from tests.support.model import Interrupted, Scheduled, World, lost_after, play, raising, wish
+from tests.support.steps import NO_STORE, no_store
 
 
 @dataclass
-class Worker:
+class Worker(Scheduled):
     """One flow that takes, holds, perhaps extends, and releases, over and over."""
 
-    world: World
-    chance: random.Random
     believes: Grant | None = None
-    steps: Steps[Any] | None = None
-    reply: Any = None
-    error: BaseException | None = None
-    wakes: float = 0.0
     late: list[Execute] = field(default_factory=list)
     """Statements that were sent on a broken connection and may yet arrive."""
-    under_way: tuple[Execute, set[str]] | None = None
-    """A statement that waits for a row, and the waiters that it sees."""
-    wakeup: Wakeup | None = None
-
-    def ready(self) -> bool:
-        return self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup.notified())
 
     def life(self) -> Steps[None]:
         site = self.world.site()
@@ -90,22 +77,16 @@ class Worker:
 
     def run(self) -> None:
         """Do one step, or have it fail."""
-        self.wakes = self.world.time
-        if self.under_way is not None:  # it began before; now it gets at the row
-            (begun, seen), self.under_way = self.under_way, None
-            self.reply = self.world.execute(begun, seen)
+        self.arrive()
         if self.steps is None:
             self.believes, self.steps, self.reply, self.error = None, self.life(), None, None
         try:
-            step = self.steps.send(self.reply) if self.error is None else self.steps.throw(self.error)
+            step = self.go_on()
         except (LockError, Interrupted):
             self.steps = self.believes = None  # as if the caller had handled it
             return
-        self.reply = self.error = None
         fate = self.chance.random()
         if not isinstance(step, Execute):
-            self.wakes = self.world.time + pause_of(step)
-            self.wakeup = step.wakeup if isinstance(step, Wait) else None
             if fate < 0.05:
                 self.error = Interrupted()
         elif fate < 0.04:

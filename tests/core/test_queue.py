@@ -26,16 +26,17 @@ from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
 from dblock.core.tokens import new_secret
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
+from tests.core.test_small_worlds import joins_silently
 from tests.support.lab import until
-from tests.support.model import World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE, pause_of
+from tests.support.model import Scheduled, World, lost_after, play, raising, to_the_end, wish
+from tests.support.steps import NO_STORE
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -55,24 +56,15 @@ class Called(Kept):
 
 
 @dataclass
-class Flow:
+class Flow(Scheduled):
     """One flow that takes the key some times; it may die anywhere, and wait for an hour unless it is called."""
 
-    world: World
-    chance: random.Random
-    name: int
-    cycles: int
-    steps: Steps[Any] | None = None
-    reply: Any = None
-    wakes: float = 0.0
-    wakeup: Wakeup | None = None
-    under_way: tuple[Execute, set[str]] | None = None
+    name: int = 0
     holding: bool = False
-    done: bool = False
 
-    def life(self, log: list[tuple[int, int]]) -> Steps[None]:
+    def life(self, log: list[tuple[int, int]], cycles: int) -> Steps[None]:
         site = self.world.site()
-        for _ in range(self.cycles):
+        for _ in range(cycles):
             grant = yield from acquiring.acquire(Attempt(site, wish(ttl=2 * HOUR), None, Kept))
             assert isinstance(grant, Grant)
             self.holding = True
@@ -84,44 +76,18 @@ class Flow:
             if self.chance.random() < 0.5:
                 yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
 
-    def ready(self) -> bool:
-        return not self.done and (self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup.notified()))
-
-    def run(self) -> None:
-        """One step further: a statement begins or takes effect."""
-        assert self.steps is not None
-        self.wakes = self.world.time
-        if self.under_way is not None:
-            (step, seen), self.under_way = self.under_way, None
-            self.reply = self.world.execute(step, seen)
-        try:
-            found = self.steps.send(self.reply)
-        except StopIteration:
-            self.done = True
-            return
-        self.reply, self.wakeup = None, None
-        if isinstance(found, Execute):
-            self.under_way = found, self.world.snapshot()
-        else:
-            self.wakes = self.world.time + pause_of(found)
-            self.wakeup = found.wakeup if isinstance(found, Wait) else None
-
 
 def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[World, list[tuple[int, int]]]:
-    """Run flows to their end in a random order; time passes only when nobody can do anything."""
+    """Run flows to their end in a random order."""
     chance, world, log = random.Random(seed), World(dialect=DIALECTS[kind]), list[tuple[int, int]]()
-    crowd = [Flow(world, chance, name, cycles) for name in range(flows)]
+    crowd = [Flow(world, chance, name=name) for name in range(flows)]
     for flow in crowd:
-        flow.steps = flow.life(log)
-    begun = world.time
-    while not all(flow.done for flow in crowd):
-        ready = [flow for flow in crowd if flow.ready()]
-        if not ready:
-            world.time = min(flow.wakes for flow in crowd if not flow.done)
-            assert world.time < begun + HOUR, f"somebody was forgotten: {log}"
-            continue
-        chance.choice(ready).run()
+        flow.steps = flow.life(log, cycles)
+
+    def check() -> None:
         assert sum(flow.holding for flow in crowd) <= 1
+
+    to_the_end(crowd, HOUR, check)
     return world, log
 
 
@@ -159,17 +125,9 @@ def test_the_order_is_that_of_the_tickets(kind: str) -> None:
 @pytest.mark.usefixtures("deaf")
 def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one guard removed somebody is forgotten, or overtaken: the tests above can fail."""
-    take, join, seen = World._take, World._join, World._queue
+    take, seen = World._take, World._queue
     if broken == "announce":  # the key's row does not say that there is a queue
-
-        def join_silently(self: World, p: dict[str, Any]) -> Any:
-            last = self.rows[p["key"]]["last"] if p["key"] in self.rows else 0
-            rows = join(self, p)
-            if rows:
-                self.rows[p["key"]]["last"] = last
-            return rows
-
-        monkeypatch.setattr(World, "_join", join_silently)
+        joins_silently(monkeypatch.setattr)
         monkeypatch.setattr(World, "_announce", lambda *_: [()])
     elif broken == "queue_status":  # a waiter does not poll after joining
 
@@ -545,9 +503,8 @@ def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     wakeups.register("k", 1, elsewhere)
     wakeups.register("k", 2, there)
     listener.want()
-    time.sleep(0.2)
+    assert until(lambda: away.tries > 1)
     assert listener._runs()
-    assert away.tries > 1
     assert not there.notified()  # it was not notified before either
     wakeups.unregister("k", 2, there)
     assert until(lambda: not listener._runs(), 5)

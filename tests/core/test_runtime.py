@@ -32,6 +32,7 @@ from dblock.core.statements.base import Statement
 from dblock.core.timing import Timing
 from dblock.core.values import Grant
 from tests.conftest import SELDOM, watched_places
+from tests.support.lab import together
 from tests.support.model import World, wish
 
 
@@ -92,14 +93,8 @@ def test_two_processes_in_one() -> None:
             inside.remove(number)
             assert (yield from handover.pass_on(site, found))
 
-    threads = [
-        threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s)))
-        for n, (p, s) in enumerate(list(zip(processes, stores, strict=True)) * 3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    lives = [life(n, *each) for n, each in enumerate(list(zip(processes, stores, strict=True)) * 3)]
+    assert together(*(partial(drive, each) for each in lives)) == []
     assert len(log) == 60
     assert [grant.tenure.fence for _, grant in log] == sorted({grant.tenure.fence for _, grant in log})
     assert {number % 2 for number, _ in log[:20]} == {0, 1}, "neither process was kept waiting by the other"

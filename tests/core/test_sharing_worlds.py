@@ -33,6 +33,7 @@ from tests.support import family as family_module
 from tests.support.explore import TTL, Explored, explore
 from tests.support.family import Family, OnModel, family
 from tests.support.lab import LONG
+from tests.support.steps import skipped
 
 HOUR = 3600.0
 QUICK = 0.15
@@ -285,12 +286,7 @@ def reads_by_an_old_row(patch: Patch) -> None:
 
 def does_not_look(patch: Patch) -> None:
     """A writer that has the door is in."""
-
-    def nobody(*_: Any) -> Steps[list[Any]]:
-        yield from ()
-        return []
-
-    patch(Sharing, "_readers", nobody)
+    patch(Sharing, "_readers", skipped([]))
 
 
 def looks_before_it_takes(patch: Patch) -> None:
@@ -354,11 +350,7 @@ def looks_for_ever(patch: Patch) -> None:
 
 def leaves_silently(patch: Patch) -> None:
     """`awaited` is not sent."""
-
-    def nobody(*_: Any) -> Steps[None]:
-        yield from ()
-
-    patch(shares, "notify_door", nobody)
+    patch(shares, "notify_door", skipped())
 
 
 def leaving_answers_nothing(patch: Patch) -> None:
@@ -395,11 +387,7 @@ def hands_on_before_it_enters(patch: Patch) -> None:
 
 def keeps_the_door(patch: Patch) -> None:
     """A reader that is in does not hand it on."""
-
-    def stay(*_: Any) -> Steps[None]:
-        yield from ()
-
-    patch(Sharing, "_give_up_door", stay)
+    patch(Sharing, "_give_up_door", skipped())
 
 
 def one_slot_more(patch: Patch) -> None:
@@ -413,11 +401,7 @@ def takes_a_held_slot(patch: Patch) -> None:
 
 def keeps_what_it_got(patch: Patch) -> None:
     """Of two permits the one that was free is not left when the time is up."""
-
-    def stay(*_: Any) -> Steps[None]:
-        yield from ()
-
-    patch(Sharing, "_leave", stay)
+    patch(Sharing, "_leave", skipped())
 
 
 def lets_expire_what_it_has(patch: Patch) -> None:
@@ -435,11 +419,7 @@ def lets_expire_what_it_has(patch: Patch) -> None:
 
 def counts_from_when_it_was_collected(patch: Patch) -> None:
     """The first of two permits is not begun anew with the second."""
-
-    def stay(*_: Any) -> Steps[None]:
-        yield from ()
-
-    patch(Sharing, "_begin_all", stay)
+    patch(Sharing, "_begin_all", skipped())
 
 
 def waits_for_a_whole_lease(patch: Patch) -> None:
@@ -466,11 +446,7 @@ def releases_before_it_reads(patch: Patch) -> None:
 
 def undoes_nothing(patch: Patch) -> None:
     """A share that an interrupt has left behind stays."""
-
-    def stay(*_: Any) -> Steps[None]:
-        yield from ()
-
-    patch(sharing, "undo_take", stay)
+    patch(sharing, "undo_take", skipped())
 
 
 def writers_shut_nothing(patch: Patch) -> None:
@@ -495,11 +471,7 @@ def ends_a_pinned_share(patch: Patch) -> None:
 
 
 def does_not_verify_what_it_pins(patch: Patch) -> None:
-    def held(*_: Any) -> Steps[bool]:
-        yield from ()
-        return True
-
-    patch(tenures, "verify", held)
+    patch(tenures, "verify", skipped(True))
 
 
 def trusts_from_the_answer(patch: Patch) -> None:

@@ -23,6 +23,7 @@ from tests.support import explore as explore_module
 from tests.support.explore import FAULTS, SWITCH, TTL, UNDOING, Explored, Small, explore, small
 from tests.support.lab import LONG
 from tests.support.model import World
+from tests.support.steps import skipped
 
 HOUR = 3600.0
 QUICK = 0.15
@@ -230,19 +231,11 @@ def trusts_too_long(patch: Callable[..., None]) -> None:
 
 def nothing_is_undone(patch: Callable[..., None]) -> None:
     """What an interrupt has left behind stays."""
-
-    def undo(*_: Any) -> Any:
-        yield from ()
-
-    patch(waiting, "undo_take", undo)
+    patch(waiting, "undo_take", skipped())
 
 
 def nobody_leaves_the_queue(patch: Callable[..., None]) -> None:
-    def stay(*_: Any) -> Any:
-        yield from ()
-        return 0
-
-    patch(queue, "leave_queue", stay)
+    patch(queue, "leave_queue", skipped(0))
 
 
 def withdraws_blindly(patch: Callable[..., None]) -> None:
@@ -282,11 +275,7 @@ def keeps_its_place(patch: Callable[..., None]) -> None:
 
 
 def frees_without_granting(patch: Callable[..., None]) -> None:
-    def nobody(*_: Any) -> Any:
-        yield from ()
-        return False
-
-    patch(handover, "grant_next", nobody)
+    patch(handover, "grant_next", skipped(False))
 
 
 def joins_silently(patch: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement, on_server
 from dblock.store import DjangoStore, store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
+from tests.support.lab import together
 from tests.support.pages import ROOT
 from tests.support.steps import NO_STORE
 
@@ -147,7 +149,7 @@ def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(request: pytest.FixtureR
     settings = {**connections.settings["postgresql"], "CONN_MAX_AGE": 0}
     settings["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 2, "timeout": 5}}
     connections.settings["pooled"] = settings
-    inside, failures = threading.Barrier(2), list[BaseException]()
+    inside = threading.Barrier(2)
 
     def view(number: int) -> None:
         try:
@@ -157,21 +159,14 @@ def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(request: pytest.FixtureR
                     inside.wait(10)
                     lock.extend(40)
                     inside.wait(10)
-        except BaseException as error:
-            failures.append(error)
         finally:
             connections["pooled"].close()
             del connections["pooled"]
 
-    threads = [threading.Thread(target=view, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert together(partial(view, 1), partial(view, 2)) == []
     connections["pooled"].close_pool()  # type: ignore[attr-defined]
     store_for("pooled")._source.close_all()  # type: ignore[union-attr]
     del connections["pooled"], connections.settings["pooled"]
-    assert failures == []
 
 
 @pytest.mark.direct

@@ -19,6 +19,7 @@ from dblock import LockLost, LockTimeout, db_lock
 from dblock.core import clock
 from dblock.store import store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, run
+from tests.support.lab import together
 
 
 @pytest.fixture
@@ -299,10 +300,6 @@ def test_nobody_waits_inside_a_sqlite_transaction_that_has_read(
         tried.set()
         connections["plain"].close()
 
-    threads = [threading.Thread(target=each) for each in (writer, other)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    assert together(writer, other) == []
     connections["plain"].close()
     assert done == ["quick", "committed"]

@@ -103,7 +103,7 @@ def _collected() -> Iterator[None]:
     """What was broken off is collected at its end, where its warnings may be expected, and not in some other test."""
     yield
     # What arrives for somebody who was interrupted is dropped by the thread that opens it.
-    _ = until(lambda: not threads("dblock connect"))
+    _ = until(lambda: not threads("dblock connect"), 5)
     collect()
 
 

@@ -78,7 +78,7 @@ def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> Non
     near, distant = wire.direct.lock("k", timeout=1), wire.subject.lock("k", timeout=1)
     assert holder.call(near, "acquire")
     for _ in range(times(2, 3)):
-        waiting = wire.actor.start(getattr(distant, wire.subject.method("acquire")))
+        waiting = wire.actor.begin(distant, "acquire")
         assert until(lambda: waiters(wire.direct) == 1)
         time.sleep(0.2)
         holder.call(near, "release")
@@ -98,7 +98,7 @@ def test_time_outs_do_not_delay_the_next_waiter(wire: Wire, far: float, holder: 
     holder.call(held, "acquire")
     for _ in range(5):
         assert wire.actor.call(wanted, "acquire") is False
-    waiting = wire.actor.start(lambda: getattr(wanted, wire.subject.method("acquire"))(timeout=20))
+    waiting = wire.actor.begin(wanted, "acquire", timeout=20)
     assert until(lambda: waiters(wire.direct) == 1)
     holder.call(held, "release")
     released = time.monotonic()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -27,7 +28,7 @@ from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, stranger, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
-from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, until
+from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, together, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server
 from tests.support.subjects import Actor, Subject
 
@@ -176,12 +177,10 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
         options["connect_args"] = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level.upper()}"}
     engine = create_engine(url(database), **options)
     size = times(30, 100)
-    start, got, errors = threading.Barrier(size), list[int](), list[BaseException]()
-    failed = threading.Semaphore(0)
+    got, failed = list[int](), threading.Semaphore(0)
 
     def take(number: int) -> None:
         lock = db_lock(engine, "k", timeout=timeout, fair=number % 2 == 0)  # half in a line, half alone
-        start.wait(30)
         try:
             with lock:
                 got.append(lock.fence)
@@ -189,16 +188,9 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
                     assert failed.acquire(timeout=60)
         except LockTimeout:
             failed.release()
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    assert together(*(partial(take, number) for number in range(size))) == []
     engine.dispose()
-    assert errors == []
     assert len(got) == (size if timeout else 1)
     assert got == sorted(set(got))
     # A join whose answer came too late leaves a place that ends by its time.
@@ -403,10 +395,12 @@ def test_a_thousand_waiters_cost_a_listener_and_a_connection(
         async with db_lock(engine, "connects"):  # else the second waiter may open one more, while the first one's opens
             pass
         crowd = [asyncio.create_task(one(number)) for number in range(1000)]
-        for _ in range(10):
+        for _ in range(100):
             await asyncio.sleep(0.1)
             [(count,)] = run("postgresql", sessions)
             seen.append((count, waiters(subject), len(served)))
+            if [each[1:] for each in seen[-7:]] == [(1, 0)] * 7:
+                break
         await asyncio.to_thread(lambda: thread.submit(holder.release).result())
         await asyncio.gather(*crowd)
         await engine.dispose()
@@ -415,6 +409,6 @@ def test_a_thousand_waiters_cost_a_listener_and_a_connection(
         assert thread.submit(holder.acquire).result()
         asyncio.run(main())
     subject.engine.dispose()
-    assert max(count for count, _, _ in seen) == 2
-    assert {(places, number) for _, places, number in seen[3:]} == {(1, 0)}
+    assert max(count for count, _, _ in seen) in {2, 3}  # three if the second has lost patience
+    assert [each[1:] for each in seen[-7:]] == [(1, 0)] * 7
     assert served == list(range(1000))

@@ -121,7 +121,7 @@ def test_leases_of_many_threads_share_a_statement(request: pytest.FixtureRequest
     store.execute = execute  # type: ignore[method-assign]
 
     def hold(n: int) -> None:
-        with sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=0.9):
+        with sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=1.5):
             done.wait()
 
     threads = [threading.Thread(target=hold, args=(n,)) for n in range(20)]
@@ -135,5 +135,5 @@ def test_leases_of_many_threads_share_a_statement(request: pytest.FixtureRequest
     done.set()
     for thread in threads:
         thread.join()
-    assert 3 <= renewals <= 25  # each for itself: 100
+    assert 2 <= renewals <= 15  # each for itself: 60
     engine.dispose()

@@ -498,7 +498,7 @@ def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> No
     holder, waiter = Actor(subject), Actor(subject)
     lock, theirs = subject.lock("stock:42", ttl=3), subject.lock("stock:42", timeout=20)
     holder.call(lock, "acquire")
-    waiting = waiter.start(getattr(theirs, subject.method("acquire")))
+    waiting = waiter.begin(theirs, "acquire")
     time.sleep(0.5)
     [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))
     assert pid == os.getpid()

@@ -430,7 +430,7 @@ def test_a_flood_costs_a_waiter_next_to_nothing(
     holder, actor = Actor(subject), Actor(subject)
     held, lock = subject.lock("k"), subject.lock("k", timeout=60)
     holder.call(held, "acquire")
-    waited = actor.start(getattr(lock, subject.method("acquire")))
+    waited = actor.begin(lock, "acquire")
     assert until(lambda: waiters(subject) == 1)
     [(channel, ticket)] = subject.run("SELECT channel, ticket FROM lock_waiters")
     end = time.monotonic() + 0.7
@@ -462,7 +462,7 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
         for _ in range(ROUNDS):
             remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
             lock = subject.lock("k", timeout=60)
-            waited = actor.start(getattr(lock, subject.method("acquire")))
+            waited = actor.begin(lock, "acquire")
             assert until(lambda: waiters(subject) == 1)
             [(channel,)] = subject.run(
                 "SELECT channel FROM lock_waiters JOIN locks USING (lock_key) WHERE ticket > served_ticket"

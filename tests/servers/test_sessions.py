@@ -161,7 +161,7 @@ def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPa
             return name in {called for called, _ in run("postgresql", block("docs/connections.md", "sessions"))}
         return any(b"program_name" + bytes([len(name)]) + name.encode() in said for said in heard)
 
-    waiting = wire.actor.start(getattr(lock, subject.method("acquire")))
+    waiting = wire.actor.begin(lock, "acquire")
     assert until(lambda: named("dblock: locks of shop") and named("dblock: listener of shop"), 20)
     before = len(heard)
     other = Actor(subject)

@@ -201,9 +201,10 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkey
 
     On MySQL and MariaDB joining and granting take two each, a waiter polls once, and the rows of served places are
     deleted later, many at a time. How often waiters poll on their own is a matter of time, not of hand-overs:
-    here they poll when they are notified. So are new connections, which a busy machine makes necessary.
+    here they poll when they are notified. So are new connections, which a busy machine makes necessary; heartbeats,
+    probes of idle connections and questions about the epoch, of which there are none here.
     """
-    timed(monkeypatch, **SELDOM)
+    timed(monkeypatch, **SELDOM, waiter_ttl=600.0, trusted_idle=600.0, idle_session=600.0, single_try=60.0)
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
     unheard = {"dblock_listen": False}  # neighbours notify each other, and what listens would go on after the test
     engines = [create_engine(address, execution_options=unheard) for _ in range(size)]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +53,7 @@ from sqlalchemy_dblock import (
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, timed, url
-from tests.support.lab import until
+from tests.support.lab import together, until
 from tests.support.servers import free_port
 from tests.support.subjects import Actor, Subject
 
@@ -303,29 +304,16 @@ def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None
 def test_two_event_loops_begin_at_once(request: pytest.FixtureRequest, driver: str) -> None:
     """With the first connections of an AsyncEngine, whose pool opens them under a lock of one of the loops."""
     ready(request, "postgresql")
-    errors = list[BaseException]()
     for _ in range(20):
         # asyncpg cannot close a connection whose loop is closed.
         options = {"poolclass": NullPool} if driver == "asyncpg" else {}
-        engine, start = create_async_engine(url("postgresql", driver), **options), threading.Barrier(2)
+        engine = create_async_engine(url("postgresql", driver), **options)
 
-        async def use(engine: Any, start: threading.Barrier) -> None:
-            start.wait(10)
+        async def use(engine: Any = engine) -> None:
             await asyncio.gather(*(db_lock(engine, f"k{n}", timeout=0).acquire() for n in range(4)))
 
-        def loop(engine: Any = engine, start: threading.Barrier = start) -> None:
-            try:
-                asyncio.run(use(engine, start))
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=loop) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        assert together(*[lambda use=use: asyncio.run(use())] * 2) == []
         asyncio.run(engine.dispose())
-    assert errors == []
 
 
 def test_which_table_is_missing(tmp_path: Path) -> None:
@@ -570,11 +558,7 @@ def test_threads_that_share_one_database_in_memory() -> None:
                 inside.clear()
                 done.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
+    assert together(*(partial(work, number) for number in range(6))) == []
     assert len(done) == 30
     engine.dispose()
 
@@ -852,6 +836,7 @@ def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest
             )
             assert isinstance(sessions, int)
             most = max(most, sessions)
+            await asyncio.sleep(0.01)
 
     async def main() -> None:
         done = asyncio.Event()
@@ -875,19 +860,14 @@ def test_flows_share_a_small_pool_fairly(request: pytest.FixtureRequest, driver:
     flows, most, done = 20, 30, [0] * 20
 
     def in_threads() -> None:
-        engine, start = create_engine(url("postgresql", driver), **options), threading.Barrier(flows)
+        engine = create_engine(url("postgresql", driver), **options)
 
         def work(number: int) -> None:
-            start.wait()
             while max(done) < most:
                 with db_lock(engine, f"k{number}"):
                     done[number] += 1
 
-        crowd = [threading.Thread(target=work, args=(number,)) for number in range(flows)]
-        for thread in crowd:
-            thread.start()
-        for thread in crowd:
-            thread.join()
+        assert together(*(partial(work, number) for number in range(flows))) == []
         engine.dispose()
 
     async def in_tasks() -> None:

@@ -8,7 +8,6 @@ import enum
 import gc
 import itertools
 import random
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
 from tests.conftest import INNODB, ready, run, timed, url
-from tests.support.lab import until
+from tests.support.lab import together, until
 
 
 @pytest.fixture
@@ -231,11 +230,7 @@ def test_threads_that_ask_at_once_get_the_same_store(monkeypatch: pytest.MonkeyP
     engine = create_engine("sqlite://")
     for find in (lambda: store_for(engine), lambda: django_stores.store_for("default")):
         found: list[Any] = []
-        threads = [threading.Thread(target=lambda find=find, found=found: found.append(find())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        assert together(*[lambda find=find, found=found: found.append(find())] * 8) == []
         assert len({id(store) for store in found}) == 1
     engine.dispose()
 

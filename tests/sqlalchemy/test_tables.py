@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import UnsupportedDatabase, create_tables, db_lock, metadata
 from tests.conftest import observer, ready, url
+from tests.support.lab import together
 from tests.support.subjects import EVERY, Subject
 
 pytestmark = pytest.mark.direct
@@ -48,25 +48,6 @@ def empty(database: str, tmp_path: Path) -> Iterator[tuple[str, str | None]]:
 def tenants(where: str, schema: str | None, **options: Any) -> Engine:
     engine = create_engine(where, **options)
     return engine if schema is None else engine.execution_options(schema_translate_map={None: schema})
-
-
-def together(*work: Any) -> list[BaseException]:
-    """What goes wrong when each is done in a thread of its own, at the same moment."""
-    errors, start = list[BaseException](), threading.Barrier(len(work))
-
-    def do(each: Any) -> None:
-        start.wait(20)
-        try:
-            each()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=do, args=(each,)) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
 
 
 @pytest.mark.parametrize("level", [None, "AUTOCOMMIT", "SERIALIZABLE"])

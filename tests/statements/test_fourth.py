@@ -6,9 +6,9 @@ Everything that such a database needs is in this file, and would be one module o
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,7 @@ from dblock.core.statements.common import (
 )
 from dblock.core.statements.shares import read, shares
 from dblock.core.statements.vocabulary import Vocabulary
-from tests.support.lab import until
+from tests.support.lab import together, until
 
 # -- the database
 
@@ -200,7 +200,7 @@ def test_a_lock_on_it_excludes_queues_renews_and_is_reaped(path: str) -> None:
 
     def work(number: int) -> None:
         for _ in range(5):
-            with sqlalchemy_dblock.db_lock(engines[number % 2], "k", ttl=0.6, timeout=30) as lock, lock:
+            with sqlalchemy_dblock.db_lock(engines[number % 2], "k", ttl=6, timeout=30) as lock, lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 order.append(lock.fence)
@@ -208,11 +208,7 @@ def test_a_lock_on_it_excludes_queues_renews_and_is_reaped(path: str) -> None:
                 assert lock.verify()
                 inside[0] -= 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert together(*(partial(work, number) for number in range(4))) == []
     assert (most[0], len(order)) == (1, 20)
     assert order == sorted(set(order))
     with sqlalchemy_dblock.db_lock(engines[0], "long", ttl=1.0) as held:

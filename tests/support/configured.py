@@ -113,13 +113,6 @@ class Configured(Subject):
         else:
             connection.run_async(self.setting.connect)
 
-    def lock(self, key: str, **options: Any) -> Any:
-        if self.variant != "django":
-            return super().lock(key, **options)
-        from dblock import db_lock
-
-        return db_lock(key, using=self.alias, **options)
-
     def twin(self) -> Configured:
         """The same through another engine or alias."""
         return Configured(self.variant, self.face, self.database, self.driver, self.setting, f"{ALIAS}_twin")

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["", "exclusive", "leader", "majority", "writer", "reader", "permit"]
-ALONE = frozenset[str]({"exclusive", "leader", "majority", "writer"})
-"""The kinds that share a key with nobody."""
 SLOW = 1 / 3
 """Seconds for a statement from which on its database counts as slow: a third of the clients' ttl."""
 

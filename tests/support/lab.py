@@ -87,12 +87,9 @@ class Wired(Subject):
         make = create_engine if self.face == "sync" else create_async_engine
         return make(url(self.database, self.driver).replace(f":{direct}/", f":{self.port}/"))
 
-    def lock(self, key: str, **options: Any) -> Any:
-        if self.variant == "django":
-            from dblock import db_lock
-
-            return db_lock(key, using=f"{self.database}_wire", **options)
-        return super().lock(key, **options)
+    @property
+    def alias(self) -> str:
+        return f"{self.database}_wire"
 
 
 class RemoteError(Exception):
@@ -177,14 +174,34 @@ class Remote:
                     pipe.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
-    """Whether `condition` comes true within so many seconds."""
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
+    """Whether `condition` comes true within so many seconds; it is tried once more after them."""
+    deadline, late = time.monotonic() + seconds, False
     while not condition():
-        if time.monotonic() > deadline:
+        if late:
             return False
         time.sleep(0.005)
+        late = time.monotonic() > deadline
     return True
+
+
+def together(*work: Callable[[], object]) -> list[BaseException]:
+    """What goes wrong when each is done in a thread of its own, at the same moment."""
+    errors, start = list[BaseException](), threading.Barrier(len(work))
+
+    def do(each: Callable[[], object]) -> None:
+        try:
+            _ = start.wait(30)
+            each()
+        except BaseException as error:
+            errors.append(error)
+
+    flows = [threading.Thread(target=do, args=(each,)) for each in work]
+    for flow in flows:
+        flow.start()
+    for flow in flows:
+        flow.join()
+    return errors
 
 
 def threads(name: str = "dblock ") -> list[threading.Thread]:

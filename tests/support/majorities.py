@@ -9,12 +9,10 @@ from typing import Any
 from dblock.core.protocol.drive import drive
 from dblock.majority import protocol
 from dblock.majority.statements import SERVER
-from tests.conftest import ALIASES, DATABASES, INNODB, run
+from tests.conftest import ALIASES, INNODB, run
 from tests.support.subjects import Actor, Subject
 
 THREE = ("sqlite", "postgresql", "mariadb")
-MIXED = DATABASES
-"""As many kinds as there are."""
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "asyncmy"}
 LAST = INNODB[-1]
 

@@ -12,10 +12,12 @@ import inspect
 import os
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -43,30 +45,45 @@ class Subject:
 
     @cached_property
     def engine(self) -> Any:
-        make = create_engine if self.face == "sync" else create_async_engine
-        made = make(url(self.database, self.driver))
+        made = self._made()
         if self.face == "sync":
             weakref.finalize(self, made.dispose).atexit = False
         return made
 
-    def lock(self, key: str, **options: Any) -> Any:
-        """A lock of this variant on this database."""
-        if self.variant == "django":
-            from dblock import db_lock as django_lock
+    def _made(self, **options: Any) -> Any:
+        return (create_engine if self.face == "sync" else create_async_engine)(
+            url(self.database, self.driver), **options
+        )
 
-            return django_lock(key, using=ALIASES[self.database], **options)
-        from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+    def over(self, **options: Any) -> Subject:
+        """The same over an engine that was made with these options, which somebody disposes of."""
+        own = replace(self)
+        vars(own)["engine"] = self._made(**options)
+        return own
 
-        return sqlalchemy_lock(self.engine, key, **options)
+    @property
+    def alias(self) -> str:
+        """Django's name of the database."""
+        return ALIASES[self.database]
 
-    def reap(self, retention: float) -> Any:
+    def api(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a public function of this variant, for this database: `db_rwlock`, `attach`, `release_all`..."""
         if self.variant == "django":
             import dblock
 
-            return getattr(dblock, self.method("reap"))(using=ALIASES[self.database], retention=retention)
-        from sqlalchemy_dblock import reap as sqlalchemy_reap
+            home = dblock.db_lock if name == "attach" else dblock
+            called = name if name.startswith("db_") else self.method(name)
+            return getattr(home, called)(*args, using=self.alias, **options)
+        import sqlalchemy_dblock
 
-        return sqlalchemy_reap(self.engine, retention=retention)
+        return getattr(sqlalchemy_dblock, name)(self.engine, *args, **options)
+
+    def lock(self, key: str, **options: Any) -> Any:
+        """A lock of this variant on this database."""
+        return self.api("db_lock", key, **options)
+
+    def reap(self, retention: float) -> Any:
+        return self.api("reap", retention=retention)
 
     @property
     def protocol(self) -> Database:
@@ -75,6 +92,28 @@ class Subject:
     def method(self, name: str) -> str:
         """How a method is called on this face."""
         return f"a{name}" if (self.variant, self.face) == ("django", "async") else name
+
+    async def ask(self, lock: Any, name: str, *args: Any) -> Any:
+        """Call a lock's method in a coroutine that serves either face, see `Actor.do`."""
+        found = getattr(lock, self.method(name))(*args)
+        return await found if inspect.isawaitable(found) else found
+
+    @asynccontextmanager
+    async def within(self, lock: Any) -> AsyncIterator[Any]:
+        """The lock's block, in such a coroutine."""
+        if self.face == "async":
+            async with lock as entered:
+                yield entered
+        else:
+            with lock as entered:
+                yield entered
+
+    async def pause(self, seconds: float) -> None:
+        """Let time pass in such a coroutine."""
+        if self.face == "async":
+            await asyncio.sleep(seconds)
+        else:
+            time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
 
     def run(self, sql: str, **parameters: object) -> list[tuple[Any, ...]]:
         """Run a statement as a stranger to all locks."""
@@ -124,12 +163,9 @@ MATRIX = tuple(each for each in EVERY if each not in _LEFT_OUT)
 class Twin(Subject):
     """The same database through another engine or alias."""
 
-    def lock(self, key: str, **options: Any) -> Any:
-        if self.variant == "django":
-            from dblock import db_lock
-
-            return db_lock(key, using=f"{ALIASES[self.database]}_twin", **options)
-        return super().lock(key, **options)
+    @property
+    def alias(self) -> str:
+        return f"{ALIASES[self.database]}_twin"
 
 
 @cache
@@ -173,7 +209,10 @@ class Actor:
             _ = concurrent.futures.wait([self._task], 30)
 
     def start(self, function: Callable[[], Any]) -> Future[Any]:
-        """Begin `function` (its result is awaited if it can be) without waiting for its end."""
+        """Begin `function` without waiting for its end; what it answers is awaited.
+
+        On a synchronous face a coroutine has nothing to wait for: it is run at once. So one serves either face.
+        """
         done: Future[Any] = Future()
         self._start(function, done)
         return done
@@ -182,9 +221,13 @@ class Actor:
         """Run `function` to its end."""
         return self.start(function).result(60)
 
+    def begin(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a lock's method, under its name on this face, without waiting for its end."""
+        return self.start(lambda: getattr(lock, self.subject.method(name))(*args, **kwargs))
+
     def call(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a lock's method, under its name on this face."""
-        return self.do(lambda: getattr(lock, self.subject.method(name))(*args, **kwargs))
+        """The same, to its end."""
+        return self.begin(lock, name, *args, **kwargs).result(60)
 
     def get(self, lock: Any, name: str) -> Any:
         """Read a lock's attribute."""
@@ -196,7 +239,7 @@ class Actor:
 
             def block() -> Any:
                 with lock:
-                    return body()
+                    return _at_once(body())
 
             return self.do(block)
 
@@ -234,10 +277,20 @@ class Actor:
             return False
         function, done = work
         try:
-            done.set_result(function())
+            done.set_result(_at_once(function()))
         except BaseException as error:
             done.set_exception(error)
         return True  # and nothing of it is kept until there is something else to do
+
+
+def _at_once(found: Any) -> Any:
+    if not inspect.iscoroutine(found):
+        return found
+    try:
+        found.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("it waits, on a synchronous face")
 
 
 async def _aserve(inbox: asyncio.Queue[Any]) -> None:

@@ -72,7 +72,7 @@ def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
                 with Stranger(other, locks.busy("k")):
                     pass
             lock = subject.lock("k", timeout=20)
-            waiting = other.start(getattr(lock, subject.method("acquire")))
+            waiting = other.begin(lock, "acquire")
             time.sleep(0.1)
             assert not waiting.done()
         assert waiting.result(20) is True
@@ -87,7 +87,7 @@ def test_a_busy_semaphore(subject: Subject, actor: Actor, other: Actor) -> None:
     with Stranger(actor, testing.busy(sem, label="import")):
         assert other.call(sem, "acquire", blocking=False) is False
         assert [info.label for info in other.call(sem, "holders")] == ["import", "import"]
-        waiting = other.start(getattr(sem, subject.method("acquire")))
+        waiting = other.begin(sem, "acquire")
         time.sleep(0.1)
         assert not waiting.done()
     assert waiting.result(20) is True
