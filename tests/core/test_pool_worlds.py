@@ -81,7 +81,8 @@ def explored(worlds: Worlds, name: str, fault: str | None, preemptions: float) -
     """All ways of a world."""
     most, plans = WORLDS[name]
     kinds = () if fault is None else (fault,)
-    worlds.patch(timing, "DEFAULT", timing.DEFAULT._replace(local_poll=0.12 if fault in POLLED else 0.9))
+    poll = 0.12 if fault in POLLED else 0.9
+    worlds.patch(timing, "DEFAULT", timing.DEFAULT._replace(local_poll=poll, attention=poll))
 
     def make() -> PoolWorld:
         return worlds.make(most=most, plans=plans, kinds=kinds, faults=len(kinds), preemptions=preemptions)
@@ -123,19 +124,25 @@ def nobody_leaves_the_line(patch: Patch) -> None:
 def waits_for_the_blocked(patch: Patch) -> None:
     """A slot stays reserved for a waiter that does not poll."""
 
-    def attend(self: SlotWaiter, _: float) -> None:
-        _ = self.consume()
-        self.polls_by = self.until
+    attend = SlotWaiter.attend
 
-    patch(SlotWaiter, "attend", attend)
+    def never_late(self: SlotWaiter) -> float:
+        interval = attend(self)
+        self.polls_by = self.until
+        return interval
+
+    patch(SlotWaiter, "attend", never_late)
 
 
 def claims_when_its_time_is_over(patch: Patch) -> None:
-    def attend(self: SlotWaiter, interval: float) -> None:
-        _ = self.consume()
-        self.polls_by = clock.now() + 2 * interval
+    attend = SlotWaiter.attend
 
-    patch(SlotWaiter, "attend", attend)
+    def beyond(self: SlotWaiter) -> float:
+        interval = attend(self)
+        self.polls_by = clock.now() + 2 * interval
+        return interval
+
+    patch(SlotWaiter, "attend", beyond)
 
 
 def what_is_given_back_keeps_its_slot(patch: Patch) -> None:
@@ -174,12 +181,12 @@ def opens_one_more(patch: Patch) -> None:
     claim = AutocommitPool._claim
 
     def forgetful(self: AutocommitPool, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
-        openings = [each for each in self._connections() if each.opening]
-        for each in openings:
-            each.opening = False
+        openings = [(each, each.opening_for) for each in self._connections() if each.opening_for]
+        for each, _ in openings:
+            each.opening_for = None
         connection = claim(self, slots, waiter)
-        for each in openings:
-            each.opening = True
+        for each, asked in openings:
+            each.opening_for = asked
         return connection
 
     patch(AutocommitPool, "_claim", forgetful)

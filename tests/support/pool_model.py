@@ -91,8 +91,6 @@ class Actor:
     uses: tuple[Use, ...] = ()
     connection: PooledConnection | None = None
     """What a background task works on."""
-    opens_for: SlotWaiter | None = None
-    """The waiter that has asked for it."""
     at: str = "start"
     wakes: float = 0.0
     waiter: Wakeup | None = None
@@ -204,8 +202,7 @@ class ModelPool(AutocommitPool):
     def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
         for each in connections:
             loop: Any = each.loop
-            [opens_for] = work.args if isinstance(work, partial) else (None,)
-            self._world.actors.append(Actor(self._world, loop, partial(work, each), (), each, opens_for))
+            self._world.actors.append(Actor(self._world, loop, partial(work, each), (), each))
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         running = self._world.running
@@ -218,7 +215,7 @@ class ModelPool(AutocommitPool):
 
     def _claim(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
         connection = super()._claim(slots, waiter)
-        if connection is not None and connection.opening:
+        if connection is not None and connection.opening_for:
             self._world.check_opening(connection, slots)
         return connection
 
@@ -282,7 +279,7 @@ class PoolWorld:
 
     def lent(self, connection: PooledConnection, actor: Actor, use: Use) -> None:
         assert id(connection) not in self.hands, "a connection is lent to two"
-        assert not connection.opening
+        assert connection.opening_for is None
         assert not connection.raw.closed, "a closed connection is lent"
         assert not connection.raw.dead, "a connection is lent that does not answer"
         assert not connection.raw.parents, "the parent's connection is lent"
@@ -347,7 +344,8 @@ class PoolWorld:
     def expected(self, slots: Slots, loop: object) -> list[bool]:
         """For each opening for those slots and that event loop, whether it is expected to end."""
         known = [each for each in self.pool._connections() if each.slots is slots and each.loop is loop]
-        return [self.time < each.expected_until for each in known if each.opening]
+        asked = [each.opening_for for each in known if each.opening_for]
+        return [self.time - each.since < timing.DEFAULT.single_try for each in asked]
 
     def choices(self) -> list[Choice]:
         """All that can happen next."""
@@ -522,7 +520,7 @@ class PoolWorld:
                 slots.join(waiter)
                 connection = self.pool._claim(slots, waiter)
                 assert connection is not None, "a slot is lost"
-                connection.opening = False
+                connection.opening_for = None
                 self.keep.append(connection.occupy(slots))
                 slots.leave(waiter)
 
@@ -548,7 +546,7 @@ class _Canon:
             if not actor.runs:
                 continue
             flat += [actor.at, actor is world.last, actor.ready(), actor.loop and actor.loop.number]
-            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection, actor.opens_for), flat)
+            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
             flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
             frame: FrameType | None = actor.thread.gr_frame
             while frame is not None:
@@ -584,19 +582,12 @@ class _Canon:
             self._known[id(it)] = len(self._known)
             if isinstance(it, SlotWaiter):
                 flat.append((it.notified(), it.rank, type(it.error).__name__))
-                self._add(it.polls_by, flat)
+                self._add((it.polls_by, it.since), flat)
             elif isinstance(it, Wakeup):
                 flat.append(it.notified())
             else:
                 raw = it.raw
                 flat += [it.closed, it.kept, it.overdue, it.slots and it.slots is self._world.pool._slots[1]]
                 flat.append(raw and (raw.closed, raw.dead, raw.parents, raw.old))
-                self._add(
-                    (
-                        it.opening,
-                        it.expected_until if it.opening else 0.0,
-                        it.idle_since if "silent" in self._world.kinds else 0.0,
-                    ),
-                    flat,
-                )
+                self._add((it.opening_for, it.idle_since if "silent" in self._world.kinds else 0.0), flat)
                 flat.append(it.loop and it.loop.number)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dblock.core.connections.slots import Slots
+from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.protocol.steps import Execute, Rows
 
 FD_LOCK: Final = threading.RLock()
@@ -65,10 +65,8 @@ class PooledConnection:
     """Seconds that the server took to answer when the session was set up."""
     slots: Slots | None = None
     """The slots of which it occupies one, or for which it is being opened."""
-    opening: bool = False
-    """Whether it is being opened."""
-    expected_until: float = math.inf
-    """The local time after which waiters do not expect it to be opened any more."""
+    opening_for: SlotWaiter | None = None
+    """The waiter that has asked for it, while it is being opened."""
     kept: bool = True
     """Whether its pool, which has perhaps been closed since, keeps it after its use."""
     closed: bool = False

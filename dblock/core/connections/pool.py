@@ -11,9 +11,9 @@ continue an operation, and renewals, on which all leases depend, go before state
 
 A caller that finds no idle connection waits in the line for one, until its time is up. A connection that is returned
 serves it, and so does a new one: it is opened in the background, and idle when it is open, whether or not the waiter
-that has asked for it still waits. For each purpose and event loop no more are expected than waiters can have. What is
-not open at the time of a try after its waiter has left is not expected any more; while there are `HANGING` of these, no
-further opening begins: a server that accepts connections without answering does not get more and more of them. The
+that has asked for it still waits. For each purpose and event loop no more are expected than waiters can have, and one
+for each waiter. What is not open after the time of a try is not expected any more; while there are `HANGING` of these,
+no further opening begins: a server that accepts connections without answering does not get more and more of them. The
 faces have the driver end each after `Timing.surely_answered`.
 
 A NAT, a load balancer or a firewall drops an idle connection silently. So a connection that has been idle for
@@ -37,7 +37,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, timing
@@ -140,7 +139,7 @@ class AutocommitPool:
         if found is None:
             found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=priority))
         while found.closed or not self._is_alive(found, until):  # the parent's, if a fork came between
-            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=2), instead_of=found)
+            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=True))
         return found
 
     def open_apart(self) -> PooledConnection:
@@ -177,19 +176,15 @@ class AutocommitPool:
         """Close a connection in an unknown state, and with `others` the idle ones: they broke with it."""
         self._close(connection, broken=True)
         if others:
-            self._drop_idle(math.inf)
+            self._close_idle(math.inf, broken=True)
 
     def prune(self) -> float:
         """Close what has been idle for too long, except the last; returns the local time at which to prune again."""
-        lasts, over = timing.DEFAULT.idle_session, list[PooledConnection]()
-        with self._mutex:
-            idle = self._idle
-            while len(idle) > RESTING and idle[0].idle_since + lasts <= clock.now():
-                over.append(idle.pop(0))
-            again = idle[0].idle_since + lasts if len(idle) > RESTING else math.inf
-        if over:
+        lasts = timing.DEFAULT.idle_session
+        if over := self._pop_idle(clock.now() - lasts, leave=RESTING):
             self.in_background(self._close, over)
-        return again
+        with self._mutex:
+            return self._idle[0].idle_since + lasts if len(self._idle) > RESTING else math.inf
 
     def close_all(self) -> None:
         """Close all idle connections, and the others when they are returned.
@@ -200,8 +195,7 @@ class AutocommitPool:
         with self._mutex:
             for each in self._connections():
                 each.kept = False
-        for each in self._pop_idle(math.inf):
-            self._close(each)
+        self._close_idle(math.inf)
 
     def leave_to_parent(self) -> Any:
         """Start empty in a forked child; returns the parent's connections, to be kept so that none is finalized."""
@@ -219,22 +213,14 @@ class AutocommitPool:
 
     # -- helpers
 
-    def _take_in_turn(
-        self, slots: Slots, waiter: SlotWaiter, *, instead_of: PooledConnection | None = None
-    ) -> PooledConnection:
-        """Wait for a connection with a slot; LockStoreError if there is none in time for a statement.
-
-        `instead_of`: a connection that does not answer, to be closed.
-        """
-        asked: PooledConnection | None = None
+    def _take_in_turn(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection:
+        """Wait for a connection with a slot; LockStoreError if there is none in time for a statement."""
         try:
             with self._mutex:
                 slots.join(waiter)
-            if instead_of is not None:
-                self._close(instead_of, broken=True)
             while True:
                 with self._mutex:
-                    waiter.attend(interval := slots.poll_interval())
+                    interval = waiter.attend()
                     connection = self._claim(slots, waiter)
                     full = len(slots.lent) >= slots.most
                 left = waiter.until - timing.DEFAULT.min_retry_time - clock.now()
@@ -242,16 +228,13 @@ class AutocommitPool:
                     if left <= 0 or waiter.error is not None:
                         break
                     self.wait(waiter, min(left, interval))
-                elif connection.opening:
-                    asked = connection
-                    self.in_background(partial(self._open_for, waiter), [connection])
+                elif connection.opening_for:
+                    self.in_background(self._open_for_line, [connection])
                 else:
                     return connection
         finally:
             with self._mutex:
                 slots.leave(waiter)
-                if asked is not None:
-                    asked.expected_until = clock.now() + timing.DEFAULT.single_try
                 self._notify()
         error, waiter.error = waiter.error, None
         if isinstance(error, Exception):  # else the opening was cancelled, not its caller
@@ -265,7 +248,7 @@ class AutocommitPool:
 
         What was cut frees its slot, as a blocked event loop may not notice that.
         """
-        for each in self._connections():
+        for each in (known := self._connections()):
             if self.is_over(each.loop):
                 self._close(each)
             elif each.overdue:
@@ -277,34 +260,35 @@ class AutocommitPool:
             if each.loop is loop:
                 self._idle.remove(each)
                 return each.occupy(slots)
-        if waiter.error is not None:
+        ours = [each for each in known if each.loop is loop]
+        late = clock.now() - timing.DEFAULT.single_try
+        hanging = [each for each in ours if each.opening_for and each.opening_for.since <= late]
+        expected = sum(bool(each.opening_for) and each.slots is slots and each not in hanging for each in ours)
+        enough = expected >= sum(each.home is loop for each in first) or len(ours) - len(hanging) >= self._most
+        if waiter.error is not None or enough or any(each.opening_for is waiter for each in ours):
             return None
-        now, until = clock.now(), waiter.until + timing.DEFAULT.single_try
-        known = [each for each in self._connections() if each.loop is loop]
-        hanging = [each for each in known if each.opening and now >= each.expected_until]
-        expected = sum(each.opening and each.slots is slots for each in known if each not in hanging)
-        enough = expected >= sum(each.home is loop for each in first) or len(known) - len(hanging) >= self._most
-        if enough or sum(each.slots is slots for each in hanging) >= HANGING:
+        if sum(each.slots is slots for each in hanging) >= HANGING:
             return None
-        connection = PooledConnection(loop=loop, slots=slots, opening=True, expected_until=until)
+        connection = PooledConnection(loop=loop, slots=slots, opening_for=waiter)
         self._all[id(connection)] = connection
         return connection
 
-    def _open_for(self, waiter: SlotWaiter, connection: PooledConnection) -> None:
-        """Open it, for that waiter or the next one."""
+    def _open_for_line(self, connection: PooledConnection) -> None:
+        """Open it, for the waiter that has asked for it or the next one."""
+        waiter = connection.opening_for
         try:
             self.open(connection)
         except BaseException as error:  # noqa: BLE001 - raised for the waiter
             connection.raw = None
             with self._mutex:
-                if any(waiter in slots.line for slots in self._slots):
+                if waiter is not None and any(waiter in slots.line for slots in self._slots):
                     waiter.error = error
                     waiter.notify()
                 else:  # nobody else does so
                     leave_out_driver(error)
             self._close(connection)
         else:
-            connection.opening = False
+            connection.opening_for = None
             self.give(connection)
 
     def _is_alive(self, connection: PooledConnection, until: float) -> bool:
@@ -323,12 +307,12 @@ class AutocommitPool:
         answer = max(times.question, 2 * connection.round_trip, left * PROBE_SHARE)
         try:
             self.ask(connection, now + min(answer, left / 2))
-        except Exception:  # noqa: BLE001 - any error of a driver
-            self._drop_idle(now)
+        except BaseException as error:
+            self._close(connection, broken=True)  # an answer may yet come
+            if not isinstance(error, Exception):  # interrupted
+                raise
+            self._close_idle(now, broken=True)
             return False
-        except BaseException:  # interrupted: an answer may yet come
-            self._close(connection, broken=True)
-            raise
         return True
 
     def _connections(self) -> list[PooledConnection]:
@@ -347,19 +331,17 @@ class AutocommitPool:
                 if not waiter.notified():
                     waiter.notify()
 
-    def _pop_idle(self, before: float) -> list[PooledConnection]:
-        """Those that have been idle since before that local time."""
-        popped, rest = list[PooledConnection](), list[PooledConnection]()
+    def _pop_idle(self, before: float, *, leave: int = 0) -> list[PooledConnection]:
+        """Those that have been idle since before that local time, the oldest first, but for the last few."""
+        popped = list[PooledConnection]()
         with self._mutex:
-            while self._idle:  # one by one, as a signal handler may take one
-                each = self._idle.pop()
-                (popped if each.idle_since < before else rest).append(each)
-            self._idle += reversed(rest)
+            while self._idle[leave:] and self._idle[0].idle_since < before:  # a signal handler may take one
+                popped.append(self._idle.pop(0))
         return popped
 
-    def _drop_idle(self, before: float) -> None:
+    def _close_idle(self, before: float, *, broken: bool = False) -> None:
         for each in self._pop_idle(before):
-            self._close(each, broken=True)
+            self._close(each, broken=broken)
 
     def _close(self, connection: PooledConnection, *, broken: bool = False) -> None:
         """Close it, once."""

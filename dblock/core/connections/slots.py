@@ -15,29 +15,30 @@ from bisect import insort
 from dblock.core import clock, timing
 from dblock.core.wakeup.registry import Wakeup
 
-CROWD = 50
-"""From so many waiters on each polls less often, so that there are no more polls in all."""
-LONGER = 10
-"""Up to this factor."""
-
 
 class SlotWaiter(Wakeup):
     """A waiter for a slot."""
 
-    __slots__ = ("error", "home", "polls_by", "rank", "until")
+    __slots__ = ("error", "home", "polls_by", "rank", "since", "until")
 
     def __init__(self, until: float, home: object = None, *, rank: int = 0) -> None:
         """`home`: its event loop; waiters of a higher rank are served first."""
         super().__init__()
-        self.until, self.home, self.rank = until, home, rank
+        self.since, self.until, self.home, self.rank = clock.now(), until, home, rank
         self.error: BaseException | None = None
         """Why the connection that it has asked for could not be opened."""
-        self.attend(timing.DEFAULT.local_poll)
+        _ = self.attend()
 
-    def attend(self, interval: float) -> None:
-        """Clear its notification; it polls again after the interval, unless it cannot or its time is up."""
+    def attend(self) -> float:
+        """Clear its notification; returns the seconds until it polls again, unless it cannot or its time is up.
+
+        The longer it has waited, the more: the polls of a crowd would take the time of its work.
+        """
         _ = self.consume()
-        self.polls_by = min(clock.now() + 2 * interval, self.until)
+        now, times = clock.now(), timing.DEFAULT
+        interval = min(max(times.local_poll, now - self.since), times.attention)
+        self.polls_by = min(now + 2 * interval, self.until)
+        return interval
 
 
 class Slots:
@@ -48,10 +49,6 @@ class Slots:
         self.lent = set[int]()
         """The connections that occupy a slot, by id; one that an interrupted caller has lost, until it is collected."""
         self.line = list[SlotWaiter]()
-
-    def poll_interval(self) -> float:
-        """Seconds between two polls of a waiter: more in a crowd, whose polls would take the time of its work."""
-        return timing.DEFAULT.local_poll * min(max(len(self.line) / CROWD, 1.0), LONGER)
 
     def join(self, waiter: SlotWaiter) -> None:
         """Enqueue, behind those of its rank."""
