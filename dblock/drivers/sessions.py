@@ -105,31 +105,20 @@ def set_up(
         _keep_alive(connection.shutdown_fd)
     if vendor != "sqlite":
         connection.question = question or partial(_question, connection.raw)
-    deadlines = runtime.current.deadlines
-    deadlines.arm(connection, clock.now() + timing.DEFAULT.statement_timeout)
-    try:
-        from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
+    from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
 
+    def begin() -> None:
         restore(vendor, driver, wait)
         _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
-    finally:
-        in_time = deadlines.disarm(connection)
-    if not in_time:
-        raise TimeoutError("the server was silent while the session was set up")
+
+    runtime.current.deadlines.bound(connection, clock.now() + timing.DEFAULT.statement_timeout, begin)
     connection.opened = clock.now()
 
 
 def ask(connection: PooledConnection, until: float) -> None:
     """Probe the server; raises unless it answers by that local time."""
     assert connection.question is not None  # noqa: S101 - on servers only
-    deadlines = runtime.current.deadlines
-    deadlines.arm(connection, until)
-    try:
-        _ = connection.question()
-    finally:
-        in_time = deadlines.disarm(connection)
-    if not in_time:
-        raise TimeoutError("the server did not answer")
+    _ = runtime.current.deadlines.bound(connection, until, connection.question)
 
 
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:

@@ -12,10 +12,13 @@ never used again.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from dblock.core import clock
 from dblock.core.worker import Worker
+
+T = TypeVar("T")
 
 
 class Cuttable(Protocol):
@@ -47,6 +50,17 @@ class Deadlines(Worker):
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
         with self._lock:
             return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
+
+    def bound(self, connection: Cuttable, moment: float, ask: Callable[[], T]) -> T:
+        """What `ask` returns, which waits for answers on the connection; TimeoutError if it was cut."""
+        self.arm(connection, moment)
+        try:
+            answer = ask()
+        finally:
+            in_time = self.disarm(connection)
+        if not in_time:
+            raise TimeoutError("the server did not answer in time")
+        return answer
 
     def round(self) -> float:
         now, soonest = clock.now(), math.inf

@@ -22,10 +22,6 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
 
-_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT, Failure.READ_ONLY})
-"""After these failures the connection is dropped."""
-
-
 _ANSWERS: Final = frozenset({int, float, str, type(None)})
 """The types of SQLite's values."""
 
@@ -97,11 +93,14 @@ class BaseStore:
             rows = without_secrets(step.statement, self._perform(connection, step))
         except self._errors as error:
             leave_out_driver(error)
-            failure = self.database.dialect.classify(error)
             if not deadlines.disarm(connection):
                 self._source.drop(connection, others=False)
                 raise failures.late(step, until - now, database=self._described) from error
-            self._give_back(connection, failure)
+            failure = self.database.dialect.classify(error)
+            if failure.closes:
+                self._source.drop(connection, others=True)
+            else:
+                self._source.give_after_error(connection)
             if failure is Failure.DUPLICATE:
                 return []
             raise self.error(error, step) from error
@@ -148,24 +147,14 @@ class BaseStore:
 
     def _begin_to_listen(self, connection: PooledConnection, begin: Callable[[], T]) -> T:
         """Run `begin`, which makes a connection listen, with a deadline as for a statement."""
-        deadlines = runtime.current.deadlines
-        deadlines.arm(connection, self.database.now() + self.database.timing.statement_timeout)
-        try:
-            return begin()
-        finally:
-            _ = deadlines.disarm(connection)
+        until = self.database.now() + self.database.timing.statement_timeout
+        return runtime.current.deadlines.bound(connection, until, begin)
 
     def _until(self, step: Execute, now: float) -> float:
         """The deadline for the answer to a step."""
         timing = self.database.timing
         longest = timing.critical_timeout if step.statement.critical else timing.statement_timeout
         return now + max(timing.near, min(step.until - now, longest))
-
-    def _give_back(self, connection: PooledConnection, failure: Failure) -> None:
-        if failure in _SPENT:
-            self._source.drop(connection, others=True)
-        else:
-            self._source.give_after_error(connection)
 
     def pause(self, step: Sleep | Wait) -> None:
         """Sleep or wait in this thread."""
@@ -183,9 +172,16 @@ class BaseStore:
 
     def error(self, error: BaseException, step: Execute) -> LockError:
         """The lock's error for a driver's error."""
-        failure = self.database.dialect.classify(error)
-        kind = failures.schema_error if failure in failures.SCHEMA else failures.store_error
-        return kind(failure, error, step, self)
+        dialect = self.database.dialect
+        failure, words = dialect.classify(error), failures.described(error, step, dialect)
+        text = failure.text.format(
+            database=self._described,
+            why_locked=self._why_locked(error),
+            create_table=self._create_table,
+            rename_tables=self._rename_tables,
+            **words,
+        )
+        return failure.raises(text, key=failures.key_of(step))
 
     def _why_locked(self, error: BaseException) -> str:
         """A likely reason why the whole database is locked, for messages."""

@@ -5,41 +5,20 @@ Rule: the class of an error says what it means for the protocol, its text what t
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dblock.core.acquire.shares import wrong_kind
 from dblock.core.errors import (
-    LockError,
     LockNotHeld,
     LockStoreError,
     LockUpgradeRefused,
-    StaleSnapshot,
-    StoreBusy,
-    StoreConflict,
-    StoreLocked,
-    StoreReadOnly,
     StoreUnanswered,
     StoreUnreachable,
     WrongKind,
 )
 from dblock.core.holding.flow import Hold
-from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute
-from dblock.core.statements.base import Failure
-
-
-class Described(Protocol):
-    """What messages need of a store (see `BaseStore`)."""
-
-    database: Database
-    _described: str
-    _create_table: str
-    _rename_tables: str
-
-    def _why_locked(self, error: BaseException, /) -> str:
-        """A likely reason why the whole database is locked."""
-        ...
-
+from dblock.core.statements.base import Dialect
 
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """The indexes that statements name."""
@@ -58,54 +37,20 @@ _VERBS: Final = {
 }
 """What statements do that are not only reading, by their names."""
 
-SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
-"""Failures caused by the tables, not by the statement."""
 
-
-def schema_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockStoreError:
-    """The error to raise from the driver's `error` of `step`: the tables are not as they should be."""
-    dialect, database = store.database.dialect, store._described
-    names = [f"`{dialect.tables.name(each, '')}`" for each in _TABLES if each in step.statement.sql]
-    if failure is Failure.NO_TABLE:
-        if "lock_epoch" in _first_line(error):  # the others are probably there
-            names = [f"`{dialect.tables.name('lock_epoch', '')}`"]
-        text = f"{database} has no table {' or no table '.join(names)}: {store._create_table}"
-        return LockStoreError(text, key=key_of(step))
-    detail = _first_line(error)
-    missing = next((index for index in _INDEXES if index.partition(" ")[0] in detail), "")
-    make = f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {missing}', dialect.quote)})" if missing else ""
-    return LockStoreError(
-        f"{' or '.join(names)} in {database} is not as dblock made it: {type(error).__name__}: {detail}. If it is "
-        f"dblock's, run its migrations to their end{make}; if it is another application's, {store._rename_tables}",
-        key=key_of(step),
-    )
-
-
-def store_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockError:
-    """The error to raise from the driver's `error` of `step`, which means `failure`."""
-    key, what, database = key_of(step), _what(step), store._described
-    detail = f"{type(error).__name__}: {_first_line(error)}"
-    kind: type[LockError]
-    match failure:
-        case Failure.CONFLICT | Failure.SPENT:
-            kind, text = StoreConflict, f"{database} kept refusing to {what}: {detail}"
-        case Failure.READ_ONLY:
-            kind, text = StoreReadOnly, f"{database} kept refusing to {what}: {detail}"
-        case Failure.LOCKED:
-            kind, text = StoreLocked, f"{database} kept refusing to {what}: {detail}; {store._why_locked(error)}"
-        case Failure.BUSY:
-            kind, text = StoreBusy, f"{database} could not {what}, because another transaction has locked it: {detail}"
-        case Failure.STALE:
-            hint = "the transaction has read what others have changed since: take the lock, and then begin it"
-            kind, text = StaleSnapshot, f"{database} refused to {what}: {detail}; {hint}"
-        case Failure.NO_RIGHT:
-            hint = "its user needs SELECT, INSERT, UPDATE and DELETE on the lock's tables (GRANT)"
-            kind, text = LockStoreError, f"{database} refused to {what}: {detail}; {hint}"
-        case Failure.DISCONNECTED:
-            kind, text = StoreUnanswered, f"{database} did not answer when asked to {what}: {detail}"
-        case _:
-            kind, text = LockStoreError, f"{database} refused to {what}: {detail}"
-    return kind(text, key=key)
+def described(error: BaseException, step: Execute, dialect: Dialect) -> dict[str, str]:
+    """What the text of a `Failure` says of the driver's `error` of `step`."""
+    message = str(error).strip().partition("\n")[0]  # the statement may be quoted below
+    tables = [each for each in _TABLES if each in step.statement.sql]
+    if "lock_epoch" in message:  # the others are probably there
+        tables = ["lock_epoch"]
+    index = next((index for index in _INDEXES if index.partition(" ")[0] in message), "")
+    return {
+        "what": _what(step),
+        "detail": f"{type(error).__name__}: {message}",
+        "tables": " or ".join(f"`{dialect.tables.name(each, '')}`" for each in tables),
+        "create_index": index and f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {index}', dialect.quote)})",
+    }
 
 
 def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
@@ -168,11 +113,6 @@ def must_not_enter(key: str, kind: int, hold: Hold) -> WrongKind | LockUpgradeRe
             'after that, or read with release="now"'
         )
     return LockUpgradeRefused(f"{reads} (two that wait for each other's reading to end would wait for ever)", key=key)
-
-
-def _first_line(error: BaseException) -> str:
-    """A driver's message, without the statement that it may quote below."""
-    return str(error).strip().partition("\n")[0]
 
 
 def key_of(step: Execute) -> str | None:

@@ -79,17 +79,16 @@ class KillQueryListener:
         """Run a statement on the connection, which may take so many seconds; None if KILL QUERY ended it."""
         store, statement = self._store, cast("Statement", getattr(self._store.database.dialect.queue, name))
         until = store.database.now() + seconds + store.database.timing.statement_timeout
-        deadlines = runtime.current.deadlines
+        step = Execute(store, statement, dict(parameters), until)
         try:
-            deadlines.arm(self._connection, until)
-            step = Execute(store, statement, dict(parameters), until)
-            return [tuple(row) for row in store._perform(self._connection, step)]
+            rows = runtime.current.deadlines.bound(
+                self._connection, until, lambda: store._perform(self._connection, step)
+            )
+            return [tuple(row) for row in rows]
         except store._errors as error:
             if store.database.dialect.classify(error) is Failure.CONFLICT:
                 return None
             raise
-        finally:
-            _ = deadlines.disarm(self._connection)
 
 
 def open_listener(

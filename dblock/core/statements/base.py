@@ -11,9 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from enum import Enum, unique
 from functools import lru_cache
 from typing import Any, Final, Protocol
+
+from dblock.core.errors import (
+    LockError,
+    LockStoreError,
+    StaleSnapshot,
+    StoreBusy,
+    StoreConflict,
+    StoreLocked,
+    StoreReadOnly,
+    StoreUnanswered,
+)
 
 
 class Reply(Enum):
@@ -24,21 +35,54 @@ class Reply(Enum):
     NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed something"
 
 
-class Failure(Enum):
-    """The meaning of a driver's error for the protocol."""
+_KEPT: Final = "{database} kept refusing to {what}: {detail}"
+_REFUSED: Final = "{database} refused to {what}: {detail}"
+_NOT_OURS: Final = (
+    "{tables} in {database} is not as dblock made it: {detail}. If it is dblock's, run its migrations to their end"
+    "{create_index}; if it is another application's, {rename_tables}"
+)
 
-    CONFLICT = "refused for a passing reason, nothing happened"
-    BUSY = "another transaction has locked the row, nothing happened"
-    LOCKED = "another transaction has locked the whole database, nothing happened"
-    DUPLICATE = "the row is there already, nothing happened"
-    SPENT = "the session is unusable: its plan is out of date; nothing happened"
-    READ_ONLY = "the server or the session takes no writes; nothing happened"
-    STALE = "the transaction has read what others have changed since: it can never write"
-    DISCONNECTED = "the connection broke, the outcome is unknown"
-    NO_TABLE = "the table is missing"
-    OTHER_TABLE = "the table lacks a column or an index that the statement names"
-    NO_RIGHT = "the user may not do that to the table; nothing happened"
-    OTHER = "anything else; nothing happened"
+
+@unique
+class Failure(Enum):
+    """The meaning of a driver's error: the lock's error, its text, and whether the connection is of use no more.
+
+    A connection that is of none is closed, with all that are idle.
+    """
+
+    CONFLICT = StoreConflict, _KEPT
+    """Refused for a passing reason; nothing happened."""
+    BUSY = StoreBusy, "{database} could not {what}, because another transaction has locked it: {detail}"
+    """Another transaction has locked the row; nothing happened."""
+    LOCKED = StoreLocked, _KEPT + "; {why_locked}"
+    """Another transaction has locked the whole database; nothing happened."""
+    DUPLICATE = StoreConflict, _REFUSED
+    """The row is there already; nothing happened. To the protocol this is an answer without rows."""
+    SPENT = StoreConflict, _KEPT, True
+    """The session is unusable: its plan is out of date; nothing happened."""
+    READ_ONLY = StoreReadOnly, _KEPT, True
+    """The server or the session takes no writes; nothing happened."""
+    STALE = (
+        StaleSnapshot,
+        _REFUSED + "; the transaction has read what others have changed since: take the lock, and then begin it",
+    )
+    """The transaction has read what others have changed since: it can never write."""
+    DISCONNECTED = StoreUnanswered, "{database} did not answer when asked to {what}: {detail}", True
+    """The connection broke; the outcome is unknown."""
+    NO_TABLE = LockStoreError, "{database} has no table {tables}: {create_table}"
+    """The table is missing."""
+    OTHER_TABLE = LockStoreError, _NOT_OURS
+    """The table lacks a column or an index that the statement names."""
+    NO_RIGHT = (
+        LockStoreError,
+        _REFUSED + "; its user needs SELECT, INSERT, UPDATE and DELETE on the lock's tables (GRANT)",
+    )
+    """The user may not do that to the table; nothing happened."""
+    OTHER = LockStoreError, _REFUSED
+    """Anything else; nothing happened."""
+
+    def __init__(self, raises: type[LockError], text: str, closes: bool = False) -> None:
+        self.raises, self.text, self.closes = raises, text, closes
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
