@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any, Self, Unpack, overload
+from typing import Any, Unpack, overload
 
-from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.leading import AsyncLeader, Options, SyncLeader, aenter
+from dblock.core.lock.leading import AsyncLeader, Options, SyncLeader
 from dblock.place import Lock
 
 
@@ -24,11 +23,8 @@ class Leader(SyncLeader):
     astop = AsyncLeader.stop
     aleader = AsyncLeader.leader
     aobserve = AsyncLeader.observe
+    __aenter__ = AsyncLeader.__aenter__
     __aexit__ = AsyncLeader.__aexit__
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        return await aenter(self, its)
 
     @overload
     def run(self, body: Callable[[int], Coroutine[Any, Any, None]]) -> Callable[[], Coroutine[Any, Any, None]]: ...

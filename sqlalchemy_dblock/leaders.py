@@ -9,7 +9,6 @@ from sqlalchemy import Engine
 
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
-from dblock.core.lock.locks import refuse_interrupt
 from sqlalchemy_dblock.kinds import db_lock
 
 if TYPE_CHECKING:
@@ -60,6 +59,5 @@ def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) 
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
     if isinstance(engine, Engine):
-        refuse_interrupt(options.get("interrupt", False))
         return Leader(functools.partial(db_lock, engine), name, **options)
     return AsyncLeader(functools.partial(db_lock, engine), name, **options)

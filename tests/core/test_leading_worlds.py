@@ -20,8 +20,8 @@ import pytest
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.holding.flow import _Life
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
+from dblock.core.holding.flow import Hold, _Life
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.leading import SyncLeader
 from dblock.core.protocol.steps import Call, Cancel, Cancelled, Execute, Outcome, Steps, Wait
@@ -46,7 +46,10 @@ class Store(FakeStore):
 
     def __init__(self, world: World) -> None:
         super().__init__(lambda: world.time)
-        self.database = replace(world.database(), runner=weakref.ref(self))
+        self.database = replace(world.database(), runner=weakref.ref(self), refuse_waiting=self.refuse_waiting)
+
+    def refuse_waiting(self) -> None:
+        """Nothing is wrong with waiting."""
 
 
 class Actor:
@@ -64,21 +67,20 @@ class Actor:
         does = {"r": self.run, "w": self.block, "c": self.campaign, "x": self.resign, "s": self.stop}
         self.steps = does[letter]()
 
-    def driving(self, *what: Any, has_body: bool = False) -> Steps[Any]:
+    def driving(self, *what: Any) -> Steps[Any]:
         steps: Steps[Any]
-        steps, self.cancel = self.house.leader._driving(*what, has_body=has_body)
+        steps, self.cancel = self.house.leader._driving(*what)
         return steps
 
     def run(self) -> Steps[None]:
-        leader = self.house.leader
-        while not leader._has_stopped():
-            yield from self.driving(leader._turn, self.body, has_body=True)
+        while not (yield from self.driving(self.house.leader._turn, self.body)):
+            pass
 
     def block(self) -> Steps[None]:
         leader = self.house.leader
-        yield from self.driving(leader._enter, None, has_body=True)
-        [(_, candidacy)] = [each for each in leader._blocks if each[0] is self.flow.ref]
-        error = (yield Call(self.body, (candidacy.hold.tenure.fence,))).error
+        yield from self.driving(leader._enter, None)
+        [hold] = [hold for flow, _, hold in leader._blocks if flow is self.flow.ref]
+        error = (yield Call(self.body, (hold.tenure.fence,))).error
         self.cancel = None
         yield from leader._leave(error, None)
         if error is not None:
@@ -191,10 +193,14 @@ class House(World):
         patched.flows.current = lambda: cast("Actor", self.acting).flow
         patched.waiter_services = lambda _: WaiterServices()
         self.store = Store(self)
-        self.leader: Any = SyncLeader(lambda name, **options: FakeLock(self.store, name, **options), "k", ttl=TTL)
+        self.leader = self.candidate()
         self.candidacies: list[Candidacy] = []
+        self.terms: list[Hold] = []
         self.actors = [Actor(self, letter, number) for number, letter in enumerate(does)]
         return self
+
+    def candidate(self) -> Any:
+        return SyncLeader(lambda name, **options: FakeLock(self.store, name, **options), "k", ttl=TTL)
 
     def choices(self) -> list[Choice]:
         flows = list(enumerate(self.actors))
@@ -223,6 +229,7 @@ class House(World):
         known = self.leader._candidacy
         if known is not None and known not in self.candidacies:
             self.candidacies.append(known)
+        self.terms += [each for each in self.runtime.watchdog._holds if each not in self.terms]
 
     def fork(self, actor: Actor) -> None:
         """A child of that flow neither leads nor resigns for its parent, and may campaign; the parent goes on."""
@@ -233,7 +240,7 @@ class House(World):
         try:
             assert not self.leader.is_leader
             assert list(self.leader._resign()) == []
-            assert not self.leader._has_stopped(), "stop() was the parent's"
+            assert not self.leader._stopped, "stop() was the parent's"
             assert self.leader._candidacy is None
         finally:
             runtime.current = self.runtime
@@ -249,28 +256,31 @@ class House(World):
         leading = [each for each in self.candidacies if each.leads()]
         assert len(leading) <= 1, "two terms at once"
         for each in leading:
-            assert each.hold is not None
-            assert each.hold.tenure.owner == self.owner(), "it does not have the key"
+            assert each.lock.owner == self.owner(), "it does not have the key"
         for actor in self.actors:
             step = actor.step
             if not actor.done and isinstance(step, Call):
-                holds = [each.hold for each in self.candidacies if each.hold is not None]
-                [hold] = [hold for hold in holds if hold.tenure.fence in step.arguments]
+                [hold] = [hold for hold in self.terms if hold.tenure.fence in step.arguments]
                 assert hold.tenure.owner == self.owner() or hold.lease.remaining() <= 0, "released under its body"
 
     def state(self) -> Any:
         """What makes this state different from others."""
         flags = tuple(
-            (each.leads(), each.resigned, each.releasing, each.released, each.driven, each.cancel.is_set, each.holds())
+            (each.leads(), each.is_driven(), each.cancel.is_set, each.cancel.over, *_held(each))
             for each in self.candidacies
         )
         latest = self.leader._candidacy
         number = self.candidacies.index(latest) if latest is not None else -1
-        owners = [each.hold.tenure.owner if each.hold else "" for each in self.candidacies]
+        owners = [each.tenure.owner for each in self.terms]
         whose = owners.index(self.owner()) if self.owner() in owners else self.owner()
         left = round(max((row["expires_at"] - self.time for row in self.rows.values()), default=0.0), 1)
         actors = tuple(each.where() for each in self.actors)
         return actors, flags, number, whose, left, len(self.waiters), self.leader._stopped, self.faults
+
+
+def _held(candidacy: Candidacy) -> list[tuple[int, bool, bool]]:
+    holds = candidacy.flow.holds.values()
+    return [(len(hold.entries), hold.lease.renewing, hold.lease.loss is None) for hold in holds]
 
 
 def end(world: House) -> None:
@@ -333,6 +343,25 @@ def test_a_candidate_is_withdrawn_at_once() -> None:
     assert [each.done for each in world.actors] == [False, True]
 
 
+def test_a_wait_that_could_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, which is False for who gave it a timeout: as for a lock."""
+
+    def refuse_waiting(_: Store) -> None:
+        raise LockTimeout("inside a transaction that the holder waits for")
+
+    monkeypatch.setattr(Store, "refuse_waiting", refuse_waiting)
+    world = House().set_up("c")
+    [first] = world.actors
+    while not first.done:
+        first.happen()
+    for timeout, error in ((None, LockTimeout), (5.0, type(None))):
+        candidate, other = world.candidate(), Actor(world, "c", 1)
+        other.steps, other.cancel = candidate._driving(candidate._campaign, timeout)
+        while not other.done:
+            other.happen()
+        assert isinstance(other.error, error)
+
+
 def until_it_sends(world: House, actor: Actor, statement: str) -> None:
     """Let a flow go on until it is about to send that statement; to its body without one."""
     while not (isinstance(actor.step, Execute) and actor.step.statement.name == statement):
@@ -358,6 +387,22 @@ def test_a_release_that_fails_is_not_sent_again_by_its_driver() -> None:
     assert world.owner() is None
 
 
+def test_one_body_of_an_object_runs_at_a_time() -> None:
+    """After a term was lost, the object is no candidate before the body of that term has ended."""
+    world = House().set_up("wcc")
+    leads, hasty, patient = world.actors
+    until_it_sends(world, leads, "")
+    world.time += TTL + 1
+    hasty.happen()
+    assert "has not yet released 'k'" in str(hasty.error)
+    while not leads.done:
+        leads.happen()
+    assert isinstance(leads.error, LockLost)
+    while not patient.done:
+        patient.happen()
+    assert world.leader.is_leader
+
+
 def test_nothing_is_renewed_for_steps_that_are_closed() -> None:
     """As they are when the event loop of their task is gone; nobody waits for their body."""
     world = House().set_up("rx")
@@ -365,7 +410,8 @@ def test_nothing_is_renewed_for_steps_that_are_closed() -> None:
     until_it_sends(world, run, "")
     run.steps.close()
     [candidacy] = [world.leader._candidacy]
-    assert (candidacy.leads(), candidacy.driven, candidacy.hold.lease.renewing) == (False, False, False)
+    [hold] = candidacy.flow.holds.values()
+    assert (candidacy.leads(), candidacy.is_driven(), hold.lease.renewing) == (False, False, False)
     until_it_sends(world, resigns, "release")
 
 

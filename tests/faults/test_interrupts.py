@@ -443,7 +443,7 @@ FILE = Subject("sqlalchemy", "sync", "sqlite"), Subject("sqlalchemy", "async", "
 SERVED = Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")
 SWEPT: list[tuple[Subject, tuple[str, ...]]] = [
     (FILE[0], tuple(KINDS)),
-    (FILE[1], ("lock", "semaphore", "locks", "leader, run")),
+    (FILE[1], ("lock", "semaphore", "locks", "leader, elected", "leader, run")),
     (SERVED[0], ("semaphore",)),
 ]
 """Kinds that share the wait for the end of their leases."""

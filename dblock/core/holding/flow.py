@@ -49,6 +49,7 @@ class Flow:
         "_is_task",
         "before",
         "began",
+        "driver",
         "holds",
         "idle",
         "life",
@@ -69,6 +70,8 @@ class Flow:
         self.life = weakref.ref(life)
         """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
+        self.driver: Flow | None = None
+        """For the flow of an object: the flow that works under its holds, if one does."""
         self.idle: Callable[[], bool] | None = None
         """For the flow of an object: whether no code works under its holds, so that the process may release them."""
         self.began: Token[None] | None = None
@@ -78,8 +81,9 @@ class Flow:
 
     @property
     def task(self) -> Any:
-        """The asyncio task of the flow, if it has one that is alive."""
-        return self.life() if self._is_task else None
+        """The asyncio task of the flow, or of its driver, if it has one that is alive."""
+        flow = self.driver or self
+        return flow.life() if flow._is_task else None
 
     def ended(self) -> bool:
         """Whether no code is left that could release what it holds.

@@ -23,7 +23,7 @@ from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import failures
 from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
-from dblock.core.protocol.drive import adrive
+from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.protocol.tenures import inspect
@@ -149,6 +149,10 @@ class BaseLock:
     @property
     def _timeout(self) -> float | None:
         return self._place.timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
+
+    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
+        self._place.refuse_to_block()
+        return drive(steps, cancel=cancel)
 
     def _adrive(
         self, steps: Steps[T], cancel: Cancel | None = None, *, undisturbed: bool = False

@@ -11,10 +11,10 @@ of a resignation is sent. What runs for the leader (a body) ends before a resign
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -37,17 +37,18 @@ from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.candidacy import Candidacy, say_late
+from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.locks import gives_way, of_the_end, refuse_interrupt, refuses, was_ours
 from dblock.core.lock.refusals import timed_out
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
-from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, wait
+from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_timeout
 from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 
+L = TypeVar("L", bound="BaseLeader")
 T = TypeVar("T")
 Body = Callable[[int], Any]
 Told = Callable[[Any], object]
@@ -82,14 +83,12 @@ class Term(NamedTuple):
     """Who leads; None while nobody does."""
 
 
-_Block = tuple[Callable[[], Any], Candidacy]
+_Block = tuple[Callable[[], Any], Candidacy, Hold]
+"""A reference to the flow that has begun a block, its candidacy, and the hold of the term."""
 
 
-def _tell(
-    this: Callable[[], BaseLeader | None], handler: Callable[..., object], lock: BaseLock, *given: object
-) -> None:
-    leader = this()
-    if leader is not None:
+def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock, *given: object) -> None:
+    if (leader := this()) is not None:
         _ = handler(leader, *given)
 
 
@@ -103,41 +102,36 @@ class BaseLeader:
         for what in ("on_elected", "on_deposed"):
             if not ((handler := options.get(what)) is None or callable(handler)):
                 raise TypeError(f"{what} is a function or None, not {handler!r}")
-        self._on_elected, self._interrupt = options.pop("on_elected", None), options.pop("interrupt", False)
+        self._on_elected = options.pop("on_elected", None)
         given: dict[str, Any] = {"ttl": TTL, "timeout": None, **options}
         this = weakref.ref(self)  # a leader object that was dropped hears of nothing
         for of_lock, ours in (("on_lost", "on_deposed"), ("on_at_risk", "on_at_risk"), ("on_revoke", "on_revoke")):
             handler = given.pop(ours, None)
             given[of_lock] = handler and functools.partial(_tell, this, handler)
-        lock: Any = make_lock(name, release="now", slow_wait=None, **given)
-        lock._stands_by = True
-        self._lock = lock
+        self._lock = make_lock(name, release="now", slow_wait=None, **given)
         """Whose copies the candidacies take; it is never held itself."""
+        self._lock._stands_by = True
         self._blocks: list[_Block] = []
-        """The blocks without an end of their own, as an ExitStack begins them, each behind a reference to its flow."""
-        self._begin_anew()
+        """The blocks without an end of their own, as an ExitStack begins them."""
+        self._runtime: Any = None
+        """That of the process; a forked child has another."""
+        _ = self._latest()
 
-    def _begin_anew(self) -> None:
-        """Lead nothing, and be no candidate."""
-        self._guard = threading.RLock()  # a signal handler may resign
-        self._stopped = False
-        self._runtime = runtime.current
-        """That of the process in which it began; a forked child has another."""
-        self._candidacy: Candidacy | None = None
-        """The latest."""
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: the term and the candidacy are the parent's."""
+    def _latest(self) -> Candidacy | None:
+        """The latest candidacy; in a forked child the object begins anew, as that and the term are the parent's."""
         if self._runtime is not runtime.current:
-            self._begin_anew()
+            self._guard = threading.RLock()  # a signal handler may resign
+            self._stopped = False
+            self._candidacy: Candidacy | None = None
+            self._runtime = runtime.current
+        return self._candidacy
 
     # -- what is known without I/O
 
     @property
     def name(self) -> str:
         """The name of what is led, and the key of the lock on it."""
-        name: str = self._lock.key
-        return name
+        return self._lock.key
 
     @property
     def is_leader(self) -> bool:
@@ -147,14 +141,14 @@ class BaseLeader:
     @property
     def term(self) -> int | None:
         """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
-        hold = self._leading()
-        return None if hold is None else hold.tenure.fence
+        lock = self._leading()
+        return None if lock is None else lock.fence
 
     @property
     def remaining(self) -> float:
         """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
-        hold = self._leading()
-        return 0.0 if hold is None else hold.lease.remaining()
+        lock = self._leading()
+        return 0.0 if lock is None else lock.remaining
 
     def check(self) -> None:
         """Raise LockLost unless this object surely leads, LockRevoked if it was asked to resign; no I/O."""
@@ -162,18 +156,15 @@ class BaseLeader:
 
     def _elected(self) -> Any:
         """The lock of the term; raises LockLost without one, or if it was resigned."""
-        candidacy = self._candidacy
-        elected = candidacy is not None and candidacy.hold is not None and not candidacy.resigned
-        if candidacy is None or not elected or self._runtime is not runtime.current:
+        candidacy = self._latest()
+        if candidacy is None or candidacy.cancel.is_set or candidacy.lock._hold_here() is None:
             why = "it was not elected, or has resigned"
             raise LockLost(f"this object does not lead {self.name!r}: {why}", key=self.name)
         return candidacy.lock
 
-    def _leading(self) -> Hold | None:
-        candidacy = self._candidacy
-        if candidacy is None or not candidacy.leads() or self._runtime is not runtime.current:
-            return None
-        return candidacy.hold
+    def _leading(self) -> BaseLock | None:
+        candidacy = self._latest()
+        return candidacy.lock if candidacy is not None and candidacy.leads() else None
 
     def __repr__(self) -> str:
         does = f"leads, term {self.term}" if self.is_leader else "does not lead"
@@ -181,87 +172,97 @@ class BaseLeader:
 
     # -- a candidacy, from its beginning to its end
 
-    def _driving(
-        self, steps: Callable[..., Steps[T]], *arguments: object, has_body: bool = False
-    ) -> tuple[Steps[T], Cancel]:
+    def _driving(self, steps: Callable[..., Steps[T]], *arguments: object) -> tuple[Steps[T | None], Cancel]:
         """The steps that drive a new candidacy, and the flag that withdraws it."""
-        candidacy = Candidacy(self._lock, interrupt=self._interrupt, has_body=has_body)
+        candidacy = Candidacy(self._lock)
         return candidacy.drive(steps(candidacy, *arguments)), candidacy.cancel
 
-    def _begin(self, candidacy: Candidacy) -> Steps[bool]:
-        """Become a candidate, unless that was withdrawn; a key whose release has failed is released before."""
-        self._leave_to_parent()
+    def _begin(self, candidacy: Candidacy) -> Steps[None]:
+        """Become a candidate; a key whose release has failed is released before."""
+        _ = self._latest()
         with self._guard:
-            former = self._candidacy
-            if former is not None and former is not candidacy:
+            if (former := self._candidacy) is not None:
                 self._refuse_beside(former)
             self._candidacy = candidacy
-            if self._stopped:  # read last: stop() says so first, and then ends what it finds
-                self._candidacy = former
-                raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
-        while former is not None and former.holds() and not former.leads():
-            if (late := (yield from former.release())) is not None and former.holds():
-                raise late
-            if former.releasing:  # by another flow
-                yield from wait(self._lock._store(), timing.DEFAULT.local_poll, Wakeup())
-        return not candidacy.cancel.is_set
+        if self._stopped:  # read last: stop() says so first, and then ends what it finds
+            raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
+        if former is not None:
+            with contextlib.suppress(LockLost):
+                yield from former.end(again=True)
 
     def _refuse_beside(self, former: Candidacy) -> None:
-        if former.resigned and former.holds() and former.is_driven_elsewhere():
-            raise LockError(f"resign() has not yet released {self.name!r}: wait for its end")
-        if former.leads() or (former.hold is None and former.is_driven()):
-            does = "is a candidate for" if former.hold is None else "leads"
+        leads, driven = former.leads(), former.is_driven()
+        if driven and former.cancel.over and not leads:
+            raise LockError(f"the body of the last term has not yet released {self.name!r}: wait for its end")
+        if driven or leads:
+            does = "leads" if leads else "is a candidate for"
             raise LockError(f"this object {does} {self.name!r} already: make a db_leader() for each candidate")
 
-    def _elect(self, candidacy: Candidacy, timeout: float | None) -> Steps[Hold | Refused | None]:
-        """The hold of the term, once `on_elected` was called; the refusal if the time was up, None if withdrawn."""
-        try:
-            if not (yield from self._begin(candidacy)):
-                return None
-            found = yield from entering.acquire(candidacy.lock, timeout, "with", end=candidacy.end_of_block)
-        except Cancelled:
-            return None
-        if isinstance(found, Refused):
-            return found
-        if not candidacy.elect(found):  # withdrawn while the take was under way
-            say_late((yield from candidacy.end()), None)
-            return None
-        if self._on_elected is not None and (error := (yield from call(self._on_elected, self)).error) is not None:
-            say_late((yield from candidacy.end()), error)
-            raise error
-        return found
+    def _elect(
+        self, candidacy: Candidacy, timeout: float | None, end: Callable[[], object] | None = None
+    ) -> Steps[Hold | Refused]:
+        """The hold of the term, once `on_elected` was called; the refusal if the time was up. Raises Cancelled."""
+        yield from self._begin(candidacy)
+        hold = yield from entering.acquire(candidacy.lock, timeout, "with", end=end)
+        if isinstance(hold, Refused):
+            return hold
+        candidacy.cancel.over = True
+        if (task := candidacy.flow.task) is not None:
+            hold.cancelling = task.cancelling()
+        if self._on_elected is not None and candidacy.leads():
+            yield from self._lead(candidacy, hold, self._on_elected, self)
+        if not candidacy.leads():
+            raise Cancelled
+        return hold
+
+    def _lead(self, candidacy: Candidacy, hold: Hold, does: Callable[[Any], object], given: object) -> Steps[None]:
+        """Call a function; what it raises ends the term, and is raised unless it says only that the term is to end."""
+        error = (yield from call(does, given)).error
+        if was_ours(hold, error) or (error is not None and _is_deposition(error, candidacy)):
+            candidacy.cancel.set()
+        elif error is not None:
+            yield from candidacy.finish(error)
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
 
     # -- the methods
 
     def _campaign(self, candidacy: Candidacy, timeout: float | None) -> Steps[bool]:
         try:
-            return isinstance((yield from self._elect(candidacy, timeout)), Hold)
+            found = yield from self._elect(candidacy, timeout)
         except LockTimeout:  # waiting would have been pointless
             if timeout is None:
                 raise
             return False
+        candidacy.flow.driver = None
+        return isinstance(found, Hold)
 
     def _resign(self, *, for_good: bool = False) -> Steps[None]:
         """End the term that this object has now, or withdraw its candidacy."""
-        self._leave_to_parent()
+        _ = self._latest()
         if for_good:
             self._stopped = True
         candidacy = self._candidacy
-        if candidacy is None or not candidacy.withdraw():
+        if candidacy is None:
             return
-        wakeup = Wakeup()
-        candidacy.waiting.append(wakeup)
-        while candidacy.is_driven_elsewhere():
-            yield from wait(self._lock._store(), timing.DEFAULT.local_poll, wakeup)
-        late = yield from candidacy.release()
-        if late is not None and not isinstance(late, LockLost):  # of a loss on_deposed and check() have told
-            raise late
+        if not candidacy.cancel.over or candidacy.is_driven(elsewhere=True):
+            candidacy.cancel.set()  # from here on its driver ends it, also if this is interrupted
+            if not candidacy.cancel.over:
+                return
+            if (hold := candidacy.lock._hold_here()) is not None:
+                candidacy.lock._interrupt_body(hold)
+        while candidacy.is_driven(elsewhere=True):
+            yield from wait(self._lock._store(), timing.DEFAULT.local_poll, Wakeup())
+        with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
+            yield from candidacy.end(again=True)
 
     def _refuse_to_wait(self) -> None:
         """Raise SynchronousOnlyOperation where a resignation would block the event loop of the body."""
-        task = None if self._candidacy is None else self._candidacy.task
-        asyncio = sys.modules.get("asyncio.events")
-        if task is not None and asyncio is not None and task.get_loop() is asyncio._get_running_loop():
+        candidacy = self._latest()
+        task = None if candidacy is None else candidacy.flow.task
+        if task is not None and task.get_loop() is asyncio._get_running_loop():
             raise SynchronousOnlyOperation(
                 "this would wait for a task of the running event loop: await aresign(), astop()"
             )
@@ -280,62 +281,51 @@ class BaseLeader:
             if known is None or term.number != known.number:
                 return term
 
-    def _has_stopped(self) -> bool:
-        self._leave_to_parent()
-        return self._stopped
+    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[bool]:
+        """A turn of `run`: campaign, lead by calling the body, and resign; True if it was stopped.
 
-    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[None]:
-        """One turn of `run`: campaign, through outages too, lead by calling the body, and resign."""
-        growing = pauses(timing.DEFAULT.attention)
-        while True:
-            try:
-                hold = yield from self._elect(candidacy, None)
-                break
-            except LockStoreError as away:
-                warn("cannot campaign for %r, and will try again: %s", self.name, away)
-            except LockError:
-                if self._stopped:
-                    return
-                raise
-            with contextlib.suppress(Cancelled):
-                yield from wait(self._lock._store(), next(growing), Wakeup())
-        if not isinstance(hold, Hold):
-            return
-        error: BaseException | None = None
-        if candidacy.leads():
-            candidacy.begin_body()
-            error = (yield from call(body, hold.tenure.fence)).error
-            candidacy.inside = False
-        over = was_ours(hold, error) or error is None or _is_deposition(error, candidacy)
-        say_late((yield from candidacy.end()), error)
+        A database that fails is asked again in the next turn.
+        """
         try:
-            if error is not None and not over:
-                raise error
-        finally:
-            del error  # it refers to this frame
+            hold: Any = yield from self._elect(candidacy, None)
+        except LockStoreError as away:
+            warn("cannot campaign for %r, and will try again: %s", self.name, away)
+            yield from wait(self._lock._store(), timing.DEFAULT.attention, Wakeup())
+            return False
+        except LockError:
+            if self._stopped:
+                return True
+            raise
+        yield from self._lead(candidacy, hold, body, hold.tenure.fence)
+        yield from candidacy.finish()
+        return False
 
     def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
         """Begin the block of a `with`, which has loaded `its`."""
-        candidacy.end_of_block = its.end if its else None
-        found = yield from self._elect(candidacy, self._lock._timeout)
+        try:
+            found = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
+        except Cancelled:
+            raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
         if isinstance(found, Refused):
             raise (yield from timed_out(candidacy.lock, found)) from found.busy
-        if not candidacy.leads():
-            raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name)
-        candidacy.begin_body()
-        (self._blocks if its is None else its.opened).append((candidacy.flow.ref, candidacy))
+        (self._blocks if its is None else its.opened).append((current_flow().ref, candidacy, found))
 
     def _leave(self, error: BaseException | None, opened: list[_Block] | None) -> Steps[None]:
         """End the block of a `with`; `error` is the body's, `opened`: the blocks of its end."""
-        for blocks in (self._blocks, opened or []):
-            blocks[:] = [block for block in blocks if block[1].driven]
-        _, candidacy = innermost(opened or self._blocks, [self.name], "make a db_leader() for each block")
-        late = yield from candidacy.drive(candidacy.end())
-        if candidacy.hold is not None and was_ours(candidacy.hold, error):
-            late = late or LockError(f"the term of {self.name!r} was ended by resign()", key=self.name)
-            raise of_the_end(late) from error
-        if late is not None and not gives_way(late, error):
-            raise late
+        blocks = opened or self._blocks
+        block = innermost(blocks, [self.name], "make a db_leader() for each block")
+        blocks.remove(block)
+        _, candidacy, hold = block
+        ours = was_ours(hold, error)  # its cancellation is not that of the release
+        try:
+            yield from candidacy.drive(candidacy.end())
+        except LockError as late:
+            if ours:
+                raise of_the_end(late) from error
+            if not gives_way(late, error):
+                raise
+        if ours:
+            raise LockError(f"the term of {self.name!r} was ended by resign()") from error
 
 
 class SyncLeader(BaseLeader):
@@ -349,8 +339,7 @@ class SyncLeader(BaseLeader):
 
         Raises LockStoreError if the database fails, LockError if this object leads or is a candidate already.
         """
-        won: bool = self._lock._drive(*self._driving(self._campaign, valid_timeout(timeout)))
-        return won
+        return bool(self._lock._drive(*self._driving(self._campaign, valid_timeout(timeout))))
 
     def resign(self) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens.
@@ -368,8 +357,7 @@ class SyncLeader(BaseLeader):
 
     def leader(self) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""
-        info: LockInfo | None = self._lock._drive(self._who_leads())
-        return info
+        return self._lock._drive(self._who_leads())
 
     def observe(self, every: float = 1.0) -> Iterator[Term]:
         """Yield the present `Term`, then each change of it, also that nobody leads; without end.
@@ -391,16 +379,16 @@ class SyncLeader(BaseLeader):
 
         @functools.wraps(body)
         def lead() -> None:
-            refuse_interrupt(self._interrupt)
-            while not self._has_stopped():
-                self._lock._drive(*self._driving(self._turn, body, has_body=True))
+            refuse_interrupt(self._lock.options.interrupt)
+            while not self._lock._drive(*self._driving(self._turn, body)):
+                pass
 
         return lead
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> Self:
-        refuse_interrupt(self._interrupt)
-        self._lock._drive(*self._driving(self._enter, its, has_body=True))
+        refuse_interrupt(self._lock.options.interrupt)
+        self._lock._drive(*self._driving(self._enter, its))
         return self
 
     @block_end
@@ -425,8 +413,7 @@ class AsyncLeader(BaseLeader):
 
     async def campaign(self: BaseLeader, timeout: Seconds | None = None) -> bool:
         """Wait until this object leads; False if the time was up, or if the candidacy was withdrawn."""
-        won: bool = await self._lock._adrive(*self._driving(self._campaign, valid_timeout(timeout)))
-        return won
+        return bool(await self._lock._adrive(*self._driving(self._campaign, valid_timeout(timeout))))
 
     async def resign(self: BaseLeader) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens."""
@@ -438,8 +425,7 @@ class AsyncLeader(BaseLeader):
 
     async def leader(self: BaseLeader) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""
-        info: LockInfo | None = await self._lock._adrive(self._who_leads())
-        return info
+        return await self._lock._adrive(self._who_leads())
 
     async def observe(self: BaseLeader, every: float = 1.0) -> AsyncIterator[Term]:
         """Yield the present `Term`, then each change of it, also that nobody leads; without end."""
@@ -456,14 +442,15 @@ class AsyncLeader(BaseLeader):
 
         @functools.wraps(body)
         async def lead() -> None:
-            while not self._has_stopped():
-                await self._lock._adrive(*self._driving(self._turn, body, has_body=True))
+            while not await self._lock._adrive(*self._driving(self._turn, body)):
+                pass
 
         return lead
 
     @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        return await aenter(self, its)
+    async def __aenter__(self: L, its: Loaded | None = None) -> L:  # noqa: PYI019 - any leader may use it
+        await self._lock._adrive(*self._driving(self._enter, its))
+        return self
 
     @block_end
     async def __aexit__(
@@ -477,15 +464,6 @@ class AsyncLeader(BaseLeader):
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = refuses("this is the leader of an event loop: use `async with`")
-
-
-L = TypeVar("L", bound=BaseLeader)
-
-
-async def aenter(leader: L, its: Loaded | None) -> L:
-    """Begin an `async with`, which has loaded `its`."""
-    await leader._lock._adrive(*leader._driving(leader._enter, its, has_body=True))
-    return leader
 
 
 def _check_body(body: Body, otherwise: str, *, awaits: bool) -> None:

@@ -15,8 +15,6 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.protocol.drive import drive
-from dblock.core.protocol.steps import Cancel, Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
@@ -129,10 +127,6 @@ class Attaching(Generic[L]):
 
 class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
-
-    def _drive(self, steps: Steps[T], cancel: Cancel | None = None) -> T:
-        self._place.refuse_to_block()
-        return drive(steps, cancel=cancel)
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.
