@@ -17,7 +17,16 @@ from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, HoldObserver
 from dblock.core.lock import operations
 from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.locks import AsyncLock, SyncLock, enter, refuses
+from dblock.core.lock.key_template import adecorated
+from dblock.core.lock.locks import (
+    AsyncLock,
+    Awaiting,
+    AwaitingLocks,
+    Blocking,
+    BlockingLocks,
+    SyncLock,
+    refuses,
+)
 from dblock.core.lock.place import Place
 from dblock.core.options import Given
 from dblock.core.protocol.steps import Execute, Rows
@@ -136,7 +145,33 @@ def _changed(*, setting: str, **_: object) -> None:
 setting_changed.connect(_changed, dispatch_uid="dblock.place")
 
 
-class Lock(SyncLock):
+class Both(Blocking):
+    """A `with` and an `async with`, and a decorator of `def` and `async def`."""
+
+    __aexit__ = Awaiting.__aexit__
+
+    def __call__(self, function: F) -> F:
+        """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
+        if inspect.iscoroutinefunction(function):
+            return adecorated(self, function)
+        return super().__call__(function)
+
+
+class Twins(Both, BlockingLocks):
+    """The methods of a lock, and of several, each with an asynchronous twin that begins with an `a`."""
+
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        await self._adrive(self._enter(its))
+        return self
+
+    aacquire = AwaitingLocks.acquire
+    arelease = AwaitingLocks.release
+    aextend = AwaitingLocks.extend
+    averify = AwaitingLocks.verify
+
+
+class Lock(Twins, SyncLock):
     """A lock over a database of Django's; made by `db_lock`.
 
     Use it as `with`, as `async with`, as a decorator of `def` and `async def`, or through its methods, each of which
@@ -193,21 +228,6 @@ class Lock(SyncLock):
         begin = refuses(NO_BEGIN)
 
     adetach = AsyncLock.detach
-    aacquire = AsyncLock.acquire
-    arelease = AsyncLock.release
-    aextend = AsyncLock.extend
-    averify = AsyncLock.verify
     aowned = AsyncLock.owned
     alocked = AsyncLock.locked
     ainspect = AsyncLock.inspect
-    __aexit__ = AsyncLock.__aexit__
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        return await enter(self, its)
-
-    def __call__(self, function: F) -> F:
-        """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
-        if inspect.iscoroutinefunction(function):
-            return AsyncLock.__call__(self, function)
-        return super().__call__(function)

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
-from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.locks import enter
 from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
-from dblock.place import Lock
-
-F = TypeVar("F", bound=Callable[..., Any])
+from dblock.place import Lock, Twins
 
 
-class QuorumLock(SyncQuorumLock):
+class QuorumLock(Twins, SyncQuorumLock):
     """A lock that is held in a majority of several databases; made by `db_quorum_lock`.
 
     Use it as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
     has an asynchronous twin that begins with an `a`.
     """
 
-    aacquire = AsyncQuorumLock.acquire
-    arelease = AsyncQuorumLock.release
-    aextend = AsyncQuorumLock.extend
-    averify = AsyncQuorumLock.verify
     aowned = AsyncQuorumLock.owned
     alocked = AsyncQuorumLock.locked
     ainspect = AsyncQuorumLock.inspect
-    __aexit__ = AsyncQuorumLock.__aexit__
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        return await enter(self, its)
-
-    def __call__(self, function: F) -> F:
-        """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
-        if inspect.iscoroutinefunction(function):
-            return AsyncQuorumLock.__call__(self, function)
-        return super().__call__(function)
 
 
 def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]) -> QuorumLock:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
-from dblock.place import Lock, Options
-
-F = TypeVar("F", bound=Callable[..., Any])
+from dblock.place import Both, Lock, Options
 
 
 class Permit(IsPermit, Lock):
     """A permit of a semaphore: a lock, with a `slot`."""
 
 
-class Semaphore(SyncSemaphore):
+class Semaphore(Both, SyncSemaphore):
     """A semaphore over a database of Django's; made by `db_semaphore`.
 
     Use it as `with` or `async with`, which give the permit; as a decorator of `def` and `async def`; or through its
@@ -34,21 +29,14 @@ class Semaphore(SyncSemaphore):
 
         def __enter__(self) -> Permit: ...
 
+        async def __aenter__(self) -> Permit: ...
+
     aacquire = AsyncSemaphore.acquire
     arelease = AsyncSemaphore.release
     aavailable = AsyncSemaphore.available
     aholders = AsyncSemaphore.holders
-    __aexit__ = AsyncSemaphore.__aexit__
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Permit:
-        return await self._plain._adrive(self._enter(its))  # type: ignore[no-any-return]
-
-    def __call__(self, function: F) -> F:
-        """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""
-        if inspect.iscoroutinefunction(function):
-            return AsyncSemaphore.__call__(self, function)
-        return super().__call__(function)
+    if not TYPE_CHECKING:
+        __aenter__ = AsyncSemaphore.__aenter__
 
 
 def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore:

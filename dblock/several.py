@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from dblock import conf
-from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.locks import refuses
 from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.validation import valid_timeout
 from dblock.guarded import NO_BEGIN, Atomic
-from dblock.place import Lock, Options
-
-F = TypeVar("F", bound=Callable[..., Any])
+from dblock.place import Lock, Options, Twins
 
 
-class Locks(SyncLocks):
+class Locks(Twins, SyncLocks):
     """Several locks that are taken together; made by `db_locks`.
 
     Use them as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
@@ -32,23 +27,7 @@ class Locks(SyncLocks):
     if not TYPE_CHECKING:  # hidden from type checkers
         begin = refuses(NO_BEGIN)
 
-    aacquire = AsyncLocks.acquire
-    arelease = AsyncLocks.release
-    aextend = AsyncLocks.extend
-    averify = AsyncLocks.verify
     aguard = AsyncLocks.guard
-    __aexit__ = AsyncLocks.__aexit__
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        _ = await self._members[0]._adrive(self._enter(its))
-        return self
-
-    def __call__(self, function: F) -> F:
-        """Decorate a `def` or an `async def`: each call holds the locks; the keys are formatted with its arguments."""
-        if inspect.iscoroutinefunction(function):
-            return AsyncLocks.__call__(self, function)
-        return super().__call__(function)
 
 
 def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:

@@ -42,14 +42,6 @@ class AsyncQuorumLock(BaseQuorumLock, AsyncLock):
     `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
     """
 
-    async def extend(self: BaseQuorumLock, ttl: Seconds | None = None) -> None:
-        """Let the leases end `ttl` seconds from now."""
-        await self._adrive(self._extend(ttl))
-
-    async def verify(self: BaseQuorumLock) -> bool:
-        """True if a majority of the databases still shows this flow's tenures."""
-        return await self._adrive(self._verify())
-
     async def owned(self: BaseQuorumLock) -> bool:
         """The same without LockLost: False then."""
         return await self._adrive(self._owned())

@@ -6,6 +6,7 @@ And a thread of a pool is not one owner for all who run something in it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -25,7 +26,7 @@ from sqlalchemy.orm import Session
 
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
-from dblock.core.holding.flow import is_over
+from dblock.core.holding.flow import Block, is_over
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import SynchronousOnlyOperation
 from tests.contract.test_rwlock import rwlock
@@ -225,6 +226,18 @@ def test_code_that_keeps_an_end_uses_it_again(either: Subject, actor: Actor, wha
         assert keeps_its_blocks(either)
         actor.do(kept.leave)
         assert tenures(either) == set()
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+@pytest.mark.parametrize("what", [*MANY, "a semaphore"])
+def test_an_end_that_is_kept_keeps_no_block(subject: Subject, actor: Actor, what: str) -> None:
+    """However many have ended by it, all but the last are gone."""
+    kept = Keeps(subject, KINDS[what](subject), both=True)
+    for _ in range(3):
+        actor.do(kept.enter)
+        actor.do(kept.leave)
+    _ = gc.collect()
+    assert len({block.hold.tenure for block in gc.get_objects() if type(block) is Block}) <= 1
 
 
 @pytest.mark.parametrize("what", MANY)

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -463,6 +464,11 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
         actor.call(sem, "release", 2)
     actor.call(sem, "release")
     assert second.slot is None
+    gone = weakref.ref(first)
+    del first
+    assert actor.call(sem, "acquire", n=1)
+    assert until(lambda: gc.collect() >= 0 and gone() is None), "the semaphore keeps no permit that was detached"
+    actor.call(sem, "release")
     if either.variant == "django":
         import dblock
 

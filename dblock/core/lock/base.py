@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
@@ -21,6 +21,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import failures
+from dblock.core.lock.key_template import Template
 from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive, drive
@@ -31,9 +32,6 @@ from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Grant, KeyKind, LockInfo, Seconds, State
-
-if TYPE_CHECKING:
-    from dblock.core.lock.key_template import Template
 
 T = TypeVar("T")
 
@@ -92,8 +90,9 @@ class BaseLock:
         return acquiring.acquire(attempt)
 
     def _inspect(self) -> Steps[LockInfo | None]:
-        """The row of the key, with the owner's token."""
-        return inspect(self._place.store().database, self._key)
+        """The row of what this flow holds, else that of the key, with the owner's token."""
+        hold = self._hold()
+        return inspect(self._place.store().database, self._key if hold is None else hold.tenure.key)
 
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
@@ -345,6 +344,10 @@ class BaseLock:
         )
 
     # -- decoration
+
+    def _templates(self, function: Callable[..., Any]) -> Template:
+        """The key of a decorator, formatted for each call."""
+        return Template(self._key, function)
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function."""

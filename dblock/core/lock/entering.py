@@ -16,7 +16,7 @@ from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, Loss, Reason
-from dblock.core.holding.flow import Block, Entry, Flow, Hold
+from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
@@ -180,9 +180,7 @@ def enter(lock: BaseLock, its: Loaded | None = None) -> Steps[None]:
     """
     end, opened = (its.end, its.opened) if its else (None, None)
     steps = enter_block(lock, lock._timeout, end, opened)
-    if lock.options.on_busy == "raise":
-        return steps
-    return or_skip(lock, steps)
+    return steps if lock.options.on_busy == "raise" else or_skip(lock, steps)
 
 
 def enter_block(
@@ -201,6 +199,8 @@ def enter_block(
         if isinstance(found, Refused):
             raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
         hold = found
+    if lock.options.interrupt:
+        hold.cancelling = current_task().cancelling()
     block = Block(hold.entries[-1], hold)
     lock._blocks = [*(each for each in lock._blocks if each.entry.lock is not None), block]
     if opened is not None:

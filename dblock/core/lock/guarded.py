@@ -96,8 +96,8 @@ class _Block(Generic[T]):
             hold.committing = True
 
     def _templates(self, function: Callable[..., Any]) -> Any:
-        """The keys of several locks, formatted for each call; None for one lock."""
-        return self._lock._templates(function) if hasattr(self._lock, "_templates") else None
+        """The key of the lock, or those of several, formatted for each call."""
+        return self._lock._templates(function)
 
     def _for_call(self, template: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate block for one call of a decorated function."""
@@ -179,7 +179,7 @@ class Guarded(_Block[T]):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call is a guarded block; the key is formatted with the call's arguments."""
-        return decorated(self, function, self._templates(function))
+        return decorated(self, function)
 
 
 class AsyncGuarded(_Block[T]):
@@ -245,7 +245,7 @@ class AsyncGuarded(_Block[T]):
 
     def __call__(self, function: AF) -> AF:
         """Decorate a coroutine function: each call is a guarded block; the key is formatted with its arguments."""
-        return adecorated(self, function, self._templates(function))
+        return adecorated(self, function)
 
 
 def _committed(holds: Iterable[Hold]) -> None:

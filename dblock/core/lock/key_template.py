@@ -105,14 +105,14 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: Any, function: F, template: Any = None) -> F:
-    """`function`, each call of which holds a lock of its own, made with `template`, that of the key by default.
+def decorated(lock: Any, function: F) -> F:
+    """`function`, each call of which holds a lock of its own, whose key is formatted with the arguments.
 
     `lock`: one, several, a semaphore, a majority, or a guarded block on one or several.
     """
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-    template = template or Template(lock.key, function)
+    template = lock._templates(function)
 
     @functools.wraps(function)
     def locked(*args: Any, **kwargs: Any) -> Any:
@@ -128,11 +128,11 @@ def decorated(lock: Any, function: F, template: Any = None) -> F:
     return cast("F", locked)
 
 
-def adecorated(lock: Any, function: AF, template: Any = None) -> AF:
+def adecorated(lock: Any, function: AF) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-    template = template or Template(lock.key, function)
+    template = lock._templates(function)
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
@@ -144,28 +144,15 @@ def adecorated(lock: Any, function: AF, template: Any = None) -> AF:
     return cast("AF", locked)
 
 
-def refuse_to_skip(lock: Any) -> None:
-    """Raise TypeError for `on_busy="skip"` unless `lock` was made for a call of a decorated function."""
-    if lock.options.on_busy == "skip" and lock._skipped is None:
-        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
-
-
-def skips(lock: Any, busy: LockTimeout) -> bool:
-    """Whether the call that the lock was made for is skipped, which is then marked on the lock."""
-    if lock.options.on_busy == "skip":
-        lock._template.tell_of_skipped(busy)
-        lock._skipped = True
-    return bool(lock._skipped)
-
-
 def or_skip(lock: Any, entering: Steps[None]) -> Steps[None]:
-    """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
-    refuse_to_skip(lock)
+    """Enter the lock of one call of a decorated function, which is marked as skipped if its key is busy."""
+    if lock._skipped is None:
+        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
     try:
         yield from entering
     except LockTimeout as busy:
-        if not skips(lock, busy):
-            raise
+        lock._template.tell_of_skipped(busy)
+        lock._skipped = True
 
 
 class NoKey:

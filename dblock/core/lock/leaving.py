@@ -33,8 +33,6 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
     that can be told (see `ending`).
     """
-    if lock._skipped:
-        return
     if lock.forked_from is not None:
         raise lock._forked()
     block = block or _innermost(lock)
@@ -52,12 +50,13 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
             lock._blocks = [each for each in lock._blocks if each.entry is not block.entry]
 
 
-def block_of(lock: BaseLock, opened: list[Block] | None) -> Block | None:
-    """The block that ends, if it is told by what was `opened` by its end: the only one that is still open."""
-    if not opened:
-        return None
-    opened[:] = [block for block in opened if block in lock._blocks]
-    return opened.pop() if len(opened) == 1 else None
+def end_block(lock: BaseLock, opened: list[Block] | None) -> Steps[None]:
+    """Leave the block that ends: the only one of those `opened` by its end that is open, else as leave_block()."""
+    block = None
+    if opened:
+        opened[:] = [block for block in opened if block in lock._blocks]
+        block = opened.pop() if len(opened) == 1 else None
+    return leave_block(lock, block)
 
 
 def release(lock: BaseLock) -> Steps[None]:

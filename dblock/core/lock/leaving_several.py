@@ -6,13 +6,15 @@ that could not release one of them is asked for no other: the rest ends with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from dblock.core.errors import AWAY, LockError, LockLost, LockNotHeld
 from dblock.core.holding.flow import Block
 from dblock.core.lock.leaving import block_to_release, leave_block
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone
 from dblock.core.protocol.store import Store
 
 Entered = list[tuple[Any, Block]]
@@ -27,25 +29,23 @@ def release_each(locks: Iterable[Any]) -> Steps[None]:
             held.append((lock, block_to_release(lock)))
         except LockNotHeld as raised:
             error = error or raised
-    yield from leave_each(lambda: held, error)
+    yield from leave_each(held, error)
     if error is not None:
         raise error
 
 
-def leave_each(
-    entered: Callable[[], Entered], error: BaseException | None = None, store: Store | None = None
-) -> Steps[None]:
-    """Leave all of what `entered` returns. Raises an interrupt, else the first error of a lock.
+def leave_each(entered: Entered, error: BaseException | None = None, store: Store | None = None) -> Steps[None]:
+    """Leave all of them. Raises an interrupt, else the first error of a lock.
 
     With `error`, which its caller raises, an error of a lock becomes a note on that; `store`: the one that it is of.
     """
-    try:
-        yield from _leave(entered(), error, store)
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException as interrupt:
-        yield from _leave([each for each in entered() if each[1].entry in each[1].hold.entries], interrupt)
-        raise
+    return undone(partial(_leave, entered, error, store), partial(_leave_rest, entered), LockError)
+
+
+def _leave_rest(entered: Entered) -> Steps[None]:
+    """After an interrupt, which nothing replaces: leave those whose turn had not come."""
+    with contextlib.suppress(LockError):
+        yield from _leave([each for each in entered if each[1].entry in each[1].hold.entries], None)
 
 
 def _leave(entered: Entered, error: BaseException | None, store: Store | None = None) -> Steps[None]:

@@ -1,26 +1,30 @@
-"""The methods of a lock, synchronous and asynchronous.
+"""The methods of a lock, synchronous and asynchronous, most of which several locks and a semaphore have too.
 
-Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
+Rule: a method only drives steps: of a lock those of `entering`, `leaving` and `operations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar
 
+from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost, LockTimeout
-from dblock.core.holding.flow import Block, Hold, current_task
+from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.key_template import Template, adecorated, decorated
+from dblock.core.options import Options
+from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
+L = TypeVar("L", bound="_OneLock")
 Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
 
@@ -38,29 +42,24 @@ def of_the_end(late: LockError) -> LockError:
     return late
 
 
-def gives_way(late: LockError, error: BaseException | None) -> bool:
+def gives_way(late: LockError, error: BaseException | None, holds: Iterable[Hold] = ()) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
-    A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, and a
-    failure of the database at the release does not hide the body's exception.
+    A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, unless only
+    the loss of one of the `holds` has cancelled the body; and a failure of the database at the release does not hide
+    the body's exception.
     """
-    if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
+    ours = [hold for hold in holds if was_ours(hold, error)]
+    if ours:
+        late.__cause__ = error
+    if ours or error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
         _ = of_the_end(late)
         return False
     error.add_note(str(late))
     return True
 
 
-class Interruptible(Protocol):
-    """What is held under a body that `interrupt=True` cancels."""
-
-    interrupted: bool
-    """Whether its loss has cancelled the body."""
-    cancelling: int
-    """How often the task was being cancelled when the body began."""
-
-
-def was_ours(hold: Interruptible, error: BaseException | None) -> bool:
+def was_ours(hold: Hold, error: BaseException | None) -> bool:
     """Whether only the loss of the lock cancelled the body; withdraws that request, as asyncio.timeout does."""
     if not hold.interrupted:
         return False
@@ -69,33 +68,10 @@ def was_ours(hold: Interruptible, error: BaseException | None) -> bool:
     return not others and type(error).__name__ == "CancelledError"
 
 
-L = TypeVar("L", bound=BaseLock)
-
-
-async def enter(lock: L, its: Loaded | None = None) -> L:
-    """Begin an `async with`, which has loaded `its`."""
-    await lock._adrive(entering.enter(lock, its))
-    if lock.options.interrupt and (hold := lock._hold()) is not None:
-        hold.cancelling = current_task().cancelling()
-    return lock
-
-
 def refuse_interrupt(interrupt: bool) -> None:
     """Raise TypeError where a thread would ignore `interrupt=True`."""
     if interrupt:
         raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
-
-
-async def leave(lock: BaseLock, error: BaseException | None, opened: list[Block] | None = None) -> None:
-    """End an `async with`; `error` is the body's exception."""
-    hold = lock._hold()
-    try:
-        await lock._adrive(leaving.leave_block(lock, leaving.block_of(lock, opened)), undisturbed=True)
-    except LockError as late:
-        if hold is not None and was_ours(hold, error):
-            raise of_the_end(late) from error
-        if not gives_way(late, error):
-            raise
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
@@ -105,6 +81,163 @@ def refuses(message: str) -> Callable[..., NoReturn]:
         raise TypeError(message)
 
     return refuse
+
+
+class Operations:
+    """What has operations: a lock, several, a semaphore. They are steps, and it knows what drives them."""
+
+    _skipped: bool | None = None
+    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
+
+    if TYPE_CHECKING:
+        options: Options
+        _template: Template
+        _timeout: Any
+        _drive: Any
+        _adrive: Any
+        _templates: Any
+        _acquire: Callable[..., Steps[Any]]
+        _release: Callable[..., Steps[None]]
+        _extend: Callable[..., Steps[None]]
+        _verify: Callable[..., Steps[bool]]
+        _enter: Callable[..., Steps[Any]]
+        _exit: Callable[..., Steps[None]]
+        _holds: Callable[[], list[Hold]]
+
+
+class Blocking(Operations):
+    """A `with`, and decorated functions, that block the calling thread."""
+
+    @block_end
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Any] | None = None,
+    ) -> None:
+        try:
+            if not self._skipped:
+                self._drive(self._exit(opened))
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        __aenter__ = __aexit__ = refuses("this blocks its thread: use `with`, or what is made of an AsyncEngine")
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
+        return decorated(self, function)
+
+
+class Awaiting(Operations):
+    """An `async with`, and decorated coroutine functions.
+
+    `self` may be anything with operations, so that what blocks can have these methods too, as asynchronous twins.
+    """
+
+    @block_end
+    async def __aexit__(
+        self: Operations,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        opened: list[Any] | None = None,
+    ) -> None:
+        holds = self._holds() if self.options.interrupt else []
+        try:
+            if not self._skipped:
+                await self._adrive(self._exit(opened), undisturbed=True)
+        except LockError as late:
+            if not gives_way(late, error, holds):
+                raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        __enter__ = __exit__ = refuses("this is of an event loop: use `async with`")
+
+    def __call__(self, function: AF) -> AF:
+        """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
+        return adecorated(self, function)
+
+
+class BlockingLocks(Blocking):
+    """The methods of a lock, and of several that are taken together, which block the calling thread."""
+
+    @block_begin
+    def __enter__(self, its: Loaded | None = None) -> Self:
+        refuse_interrupt(self.options.interrupt)
+        self._drive(self._enter(its))
+        return self
+
+    def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.
+
+        `timeout` is in seconds, -1 or None for ever, the lock's own by default. Several locks are all taken, or none.
+        Raises LockStoreError if the database fails.
+        """
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        try:
+            return not isinstance(self._drive(self._acquire(wait)), Refused)
+        except LockTimeout:  # waiting would have been pointless
+            return False
+
+    def release(self) -> None:
+        """Leave the lock once; the last time frees it. Raises LockNotHeld, or LockLost if the lease has ended.
+
+        Several locks are all left, also if one of them was lost; the error is that of the first.
+        """
+        self._drive(self._release())
+
+    def extend(self, ttl: Seconds | None = None) -> None:
+        """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
+
+        Raises LockNotHeld without a hold, LockLost if the lease has ended.
+        """
+        self._drive(self._extend(ttl))
+
+    def verify(self) -> bool:
+        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
+        return bool(self._drive(self._verify()))
+
+
+class AwaitingLocks(Awaiting):
+    """The same methods as coroutines; see BlockingLocks for what each does."""
+
+    @block_begin
+    async def __aenter__(self, its: Loaded | None = None) -> Self:
+        await self._adrive(self._enter(its))
+        return self
+
+    async def acquire(self: Operations, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock, or re-enter it; False if it was not free in time."""
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        try:
+            return not isinstance(await self._adrive(self._acquire(wait)), Refused)
+        except LockTimeout:
+            return False
+
+    async def release(self: Operations) -> None:
+        """Leave the lock once; the last time frees it."""
+        await self._adrive(self._release(), undisturbed=True)
+
+    async def extend(self: Operations, ttl: Seconds | None = None) -> None:
+        """Let the lease end `ttl` seconds from now."""
+        await self._adrive(self._extend(ttl))
+
+    async def verify(self: Operations) -> bool:
+        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
+        return bool(await self._adrive(self._verify()))
+
+
+class _OneLock(BaseLock, Operations):
+    """The operations of a lock."""
+
+    _acquire, _release, _verify = entering.acquire, leaving.release, operations.verify
+    _enter, _exit = entering.enter, leaving.end_block
+
+    def _extend(self, ttl: Seconds | None) -> Steps[None]:
+        return operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl))
 
 
 class Attaching(Generic[L]):
@@ -117,32 +250,18 @@ class Attaching(Generic[L]):
         return self._attaching.__await__()
 
     async def __aenter__(self) -> L:
-        return await enter(await self)
+        lock = await self
+        await lock._adrive(lock._enter(None))
+        return lock
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await leave(self._lock, error)
+        await Awaiting.__aexit__(self._lock, kind, error, trace)
 
 
-class SyncLock(BaseLock):
+class SyncLock(_OneLock, BlockingLocks):
     """A lock whose methods block the calling thread."""
-
-    def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.
-
-        `timeout` is in seconds, -1 or None for ever, the lock's own by default. Raises LockStoreError if the database
-        fails.
-        """
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        try:
-            return isinstance(self._drive(entering.acquire(self, wait)), Hold)
-        except LockTimeout:  # waiting would have been pointless
-            return False
-
-    def release(self) -> None:
-        """Leave the lock once; the last time frees it. Raises LockNotHeld, or LockLost if the lease has ended."""
-        self._drive(leaving.release(self))
 
     def detach(self) -> str:
         """Leave the lock to the one flow that attaches to the returned token, for which the lease lasts one more ttl.
@@ -152,17 +271,6 @@ class SyncLock(BaseLock):
         transaction keeps it.
         """
         return self._drive(leaving.detach(self))
-
-    def extend(self, ttl: Seconds | None = None) -> None:
-        """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
-
-        Raises LockNotHeld without a hold, LockLost if the lease has ended.
-        """
-        self._drive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
-
-    def verify(self) -> bool:
-        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
-        return self._drive(operations.verify(self))
 
     def owned(self) -> bool:
         """Whether this flow holds the lock, according to the database."""
@@ -176,60 +284,16 @@ class SyncLock(BaseLock):
         """The key's row: its holder or last holder, and the times; None if there is no row."""
         return self._drive(operations.inspect(self))
 
-    @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Self:
-        refuse_interrupt(self.options.interrupt)
-        self._drive(entering.enter(self, its))
-        return self
 
-    @block_end
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        try:
-            self._drive(leaving.leave_block(self, leaving.block_of(self, opened)))
-        except LockError as late:
-            if not gives_way(late, error):
-                raise
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or the lock of an AsyncEngine")
-
-    def __call__(self, function: F) -> F:
-        """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
-        return decorated(self, function)
-
-
-class AsyncLock(BaseLock):
+class AsyncLock(_OneLock, AwaitingLocks):
     """A lock whose methods are coroutines; see SyncLock for what each does.
 
     `self` may be any lock, so that a synchronous lock can use these methods as its asynchronous twins.
     """
 
-    async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take the lock, or re-enter it; False if it was not free in time."""
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        return isinstance(await self._adrive(entering.acquire(self, wait)), Hold)
-
-    async def release(self: BaseLock) -> None:
-        """Leave the lock once; the last time frees it."""
-        await self._adrive(leaving.release(self), undisturbed=True)
-
     async def detach(self: BaseLock) -> str:
         """Leave the lock to the flow that attaches to the returned token."""
         return await self._adrive(leaving.detach(self))
-
-    async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
-        """Let the lease end `ttl` seconds from now."""
-        await self._adrive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
-
-    async def verify(self: BaseLock) -> bool:
-        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
-        return await self._adrive(operations.verify(self))
 
     async def owned(self: BaseLock) -> bool:
         """Whether this flow holds the lock, according to the database."""
@@ -242,24 +306,3 @@ class AsyncLock(BaseLock):
     async def inspect(self: BaseLock) -> LockInfo | None:
         """The key's row: its holder or last holder, and the times; None if there is no row."""
         return await self._adrive(operations.inspect(self))
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        return await enter(self, its)
-
-    @block_end
-    async def __aexit__(
-        self: BaseLock,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        await leave(self, error, opened)
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")
-
-    def __call__(self: BaseLock, function: AF) -> AF:
-        """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
-        return adecorated(self, function)

@@ -15,8 +15,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -27,11 +26,11 @@ from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded, block_begin, block_end
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import ending
-from dblock.core.lock.key_template import Template, adecorated, decorated
+from dblock.core.lock.key_template import Template
 from dblock.core.lock.leaving_several import release_each
-from dblock.core.lock.locks import Timeout, gives_way, refuses
+from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
 from dblock.core.log import warn
 from dblock.core.options import Options
 from dblock.core.protocol import tenures
@@ -41,8 +40,6 @@ from dblock.core.runtime import current_flow
 from dblock.core.share_keys import PERMITS_MAX, valid_permits, valid_shared_key
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import Grant, KeyKind, LockInfo, slot_of
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class IsPermit(BaseLock):
@@ -113,20 +110,12 @@ class IsPermit(BaseLock):
         permit: Self = self._semaphore._for_call(template, args, kwargs).permit()
         return permit
 
-    def _inspect(self) -> Steps[LockInfo | None]:
-        hold = self._hold()
-        key = self._key if hold is None else hold.tenure.key
-        return tenures.inspect(self._store().database, key)
 
-
-class BaseSemaphore:
+class BaseSemaphore(Operations):
     """A semaphore, apart from how its statements are run."""
 
     _locks_by = "permit()"
     """What makes a lock of it."""
-    _skipped: bool | None = None
-    """As of a lock."""
-
     if not TYPE_CHECKING:  # hidden from type checkers
         atomic = begin = refuses("a semaphore guards no transaction, and each of its permits does: use .permit()")
 
@@ -140,6 +129,8 @@ class BaseSemaphore:
         self._permits = valid_permits(permits)
         self._plain: Any = make_permit(valid_shared_key(key), **options)
         """A permit that is never acquired, of which all others are copies."""
+        self.options: Options = self._plain.options
+        self._drive, self._adrive = getattr(self._plain, "_drive", None), self._plain._adrive
         self._held: list[Any] = []
         """The permits of this object, the oldest first. Whoever has removed one from it releases it."""
         self._met: set[str] = set()
@@ -151,11 +142,6 @@ class BaseSemaphore:
     def key(self) -> str:
         """The key of the semaphore."""
         return self._plain.key  # type: ignore[no-any-return]
-
-    @property
-    def options(self) -> Options:
-        """The options of each permit."""
-        return self._plain.options  # type: ignore[no-any-return]
 
     @property
     def permits(self) -> int:
@@ -292,20 +278,11 @@ class BaseSemaphore:
         if not self._skipped:
             self._add([permit], block=True)
 
-    def _exit(self, error: BaseException | None, opened: list[Block] | None) -> Steps[None]:
-        """End a `with`, without a word if its permit was detached; `error` is the body's exception.
-
-        `opened`: the blocks of its end.
-        """
-        if self._skipped:
-            return
-        try:
-            permit = self._ending(opened)
-            _ = self._drop(permit)
-            yield from leaving.leave_block(permit)
-        except LockError as late:
-            if not gives_way(late, error):
-                raise
+    def _exit(self, opened: list[Block] | None) -> Steps[None]:
+        """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
+        permit = self._ending(opened)
+        _ = self._drop(permit)
+        return leaving.leave_block(permit)
 
     def _in_use(self, until: float | None = None) -> Steps[list[str]]:
         """The keys of the slots that somebody holds; `until`: the local time by which to answer."""
@@ -327,6 +304,10 @@ class BaseSemaphore:
         slots = [slot_of(key) for key in (yield from self._in_use())]
         return self._permits - sum(slot is not None and slot < self._permits for slot in slots)
 
+    def _templates(self, function: Callable[..., Any]) -> Template:
+        """The key of a decorator, formatted for each call."""
+        return Template(self.key, function)
+
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate semaphore for one call of a decorated function."""
         made, plain = copy.copy(self), copy.copy(self._plain)
@@ -340,7 +321,7 @@ def _is_idle(thread: threading.Thread) -> bool:
     return thread is threading.main_thread() or not thread.is_alive()
 
 
-class SyncSemaphore(BaseSemaphore):
+class SyncSemaphore(BaseSemaphore, Blocking):
     """A semaphore whose methods block the calling thread."""
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
@@ -350,48 +331,29 @@ class SyncSemaphore(BaseSemaphore):
         for by those who come later. Raises ValueError for more than there are, LockStoreError if the database fails.
         """
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        return bool(self._plain._drive(self._acquire(n, wait)))
+        return bool(self._drive(self._acquire(n, wait)))
 
     def release(self, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever thread; those of this thread first.
 
         Raises PermitNotHeld, a ValueError, if it holds fewer; LockLost if the lease of one has ended.
         """
-        self._plain._drive(self._release(n))
+        self._drive(self._release(n))
 
     def available(self) -> int:
         """The number of permits that nobody holds, according to the database."""
-        return self._plain._drive(self._available())  # type: ignore[no-any-return]
+        return int(self._drive(self._available()))
 
     def holders(self) -> list[LockInfo]:
         """Who holds permits, in the order of the slots."""
-        return self._plain._drive(self._holders())  # type: ignore[no-any-return]
+        return list(self._drive(self._holders()))
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> Any:
-        return self._plain._drive(self._enter(its))
-
-    @block_end
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        self._plain._drive(self._exit(error, opened))
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses(
-            "this semaphore blocks its thread: use `with`, or the semaphore of an AsyncEngine"
-        )
-
-    def __call__(self, function: F) -> F:
-        """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
-        return decorated(self, function)
+        return self._drive(self._enter(its))
 
 
-class AsyncSemaphore(BaseSemaphore):
+class AsyncSemaphore(BaseSemaphore, Awaiting):
     """A semaphore whose methods are coroutines; see SyncSemaphore for what each does.
 
     `self` may be any semaphore, so that a synchronous one can use these methods as its asynchronous twins.
@@ -400,37 +362,20 @@ class AsyncSemaphore(BaseSemaphore):
     async def acquire(self: BaseSemaphore, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
         """Acquire `n` permits, or none; False if they were not free in time."""
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
-        return bool(await self._plain._adrive(self._acquire(n, wait)))
+        return bool(await self._adrive(self._acquire(n, wait)))
 
     async def release(self: BaseSemaphore, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever task; those of this task first."""
-        await self._plain._adrive(self._release(n), undisturbed=True)
+        await self._adrive(self._release(n), undisturbed=True)
 
     async def available(self: BaseSemaphore) -> int:
         """The number of permits that nobody holds, according to the database."""
-        return await self._plain._adrive(self._available())  # type: ignore[no-any-return]
+        return int(await self._adrive(self._available()))
 
     async def holders(self: BaseSemaphore) -> list[LockInfo]:
         """Who holds permits, in the order of the slots."""
-        return await self._plain._adrive(self._holders())  # type: ignore[no-any-return]
+        return list(await self._adrive(self._holders()))
 
     @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Any:
-        return await self._plain._adrive(self._enter(its))
-
-    @block_end
-    async def __aexit__(
-        self: BaseSemaphore,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Block] | None = None,
-    ) -> None:
-        await self._plain._adrive(self._exit(error, opened), undisturbed=True)
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __enter__ = __exit__ = refuses("this is the semaphore of an event loop: use `async with`")
-
-    def __call__(self: BaseSemaphore, function: F) -> F:
-        """Decorate a coroutine function: each call holds a permit; the key is formatted with its arguments."""
-        return adecorated(self, function)
+    async def __aenter__(self: BaseSemaphore, its: Loaded | None = None) -> Any:
+        return await self._adrive(self._enter(its))

@@ -9,27 +9,24 @@ Rule: whatever ends the taking early, a timeout, an error or an interrupt, what 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self
 
 from dblock.core import clock
 from dblock.core.acquire.request import Refused
-from dblock.core.errors import LockError, LockNotHeld, LockTimeout
-from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
-from dblock.core.lock import entering, operations
+from dblock.core.errors import LockNotHeld, LockTimeout
+from dblock.core.holding.flow import Block, Entry, Flow, Hold
+from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded, block_begin, block_end
+from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
+from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.leaving_several import Entered, leave_each, release_each
-from dblock.core.lock.locks import Timeout, gives_way, of_the_end, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
-from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import Seconds, State
 
-F = TypeVar("F", bound=Callable[..., Any])
 Opened = tuple[Callable[[], Flow | None], Entered]
 """A reference to the flow that has begun a block, and what that has entered."""
 
@@ -44,12 +41,8 @@ def once(keys: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(keys))
 
 
-class BaseLocks:
+class BaseLocks(Operations):
     """Several locks, apart from how their statements are run; iterates over them in the order of the keys given."""
-
-    _skipped: bool | None = None
-    """As of a lock."""
-    _template: Template
 
     def __init__(
         self,
@@ -61,7 +54,9 @@ class BaseLocks:
     ) -> None:
         if not members:
             raise TypeError("db_locks() takes one key or lock at least")
-        self.options = valid_options(on_busy=on_busy, otherwise=otherwise)
+        interrupt = any(lock.options.interrupt for lock in members)
+        self.options = valid_options(on_busy=on_busy, otherwise=otherwise, interrupt=interrupt)
+        self._drive, self._adrive = getattr(members[0], "_drive", None), members[0]._adrive
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
@@ -132,81 +127,65 @@ class BaseLocks:
 
     # -- the operations, as steps
 
-    def _enter(self, its: Loaded | None) -> Steps[bool]:
+    def _acquire(self, timeout: float | None) -> Steps[None]:
+        return self._take(timeout, _acquire)
+
+    def _enter(self, its: Loaded | None) -> Steps[None]:
         """Begin a `with`, which has loaded `its`."""
-        return self._take(self._timeout, block=True, its=its)
+        end, blocks = (its.end, its.opened) if its else (None, self._withs)
+        steps = self._take(self._timeout, lambda lock, left: entering.enter_block(lock, left, end), blocks)
+        return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
-    def _take(self, timeout: float | None, *, block: bool, its: Loaded | None = None) -> Steps[bool]:
-        """Take them all, or none; False if one of them was not free in time.
+    def _take(
+        self,
+        timeout: float | None,
+        take: Callable[[Any, float | None], Steps[None]],
+        blocks: list[Opened] | None = None,
+    ) -> Steps[None]:
+        """Take them all, or none; raises LockTimeout if one of them was not free in time.
 
-        `block`: for a `with`, whose LockTimeout is raised, unless it is a call of a decorated function that is skipped.
-        `its`: what that `with` has loaded.
+        `take` takes one, in the time that is left; `blocks`: where a `with` is kept that begins by that.
         """
-        if block:
-            refuse_to_skip(self)
         deadline = None if timeout is None else clock.now() + timeout
-        before = {entered.entry for _, entered in self._entered()}
-        interruptible, store = list[tuple[BaseLock, Hold]](), None
+        locks, store = self._in_order(), None
+        before = [block.entry for _, block in self._entered()]
         try:
-            for lock in self._in_order():
+            for lock in locks:
                 store = lock._store()
-                left = None if deadline is None else max(deadline - clock.now(), 0.0)
-                if block:
-                    yield from entering.enter_block(lock, left, its.end if its else None)
-                    if lock.options.interrupt:
-                        interruptible.append((lock, lock._surely_held()))
-                        interruptible[-1][1].cancelling = current_task().cancelling()
-                elif isinstance((yield from entering.acquire(lock, left)), Refused):
-                    raise LockTimeout(key=lock.key)  # noqa: TRY301 - what was taken is released below
-            self._begin()
-            if block:
-                blocks = self._withs if its is None else its.opened
+                yield from take(lock, None if deadline is None else max(deadline - clock.now(), 0.0))
+            for lock in locks:  # each counts from now on, unless it was lost meanwhile
+                hold = lock._surely_held()
+                if len(hold.entries) == 1:
+                    entering.count_min_hold(hold, lock, begins=True)
+            if blocks is not None:
                 blocks.append((current_flow().ref, self._entered(before)))
         except GeneratorExit:
             raise
         except BaseException as error:
-            yield from leave_each(lambda: self._entered(before), error, store)
-            for lock, hold in interruptible:
-                if was_ours(hold, error):  # only the loss of a lock cancelled this
-                    raise lock._lost(hold) from error
-            if not isinstance(error, LockTimeout) or (block and not skips(self, error)):
-                raise
-            return False
-        return True
-
-    def _begin(self) -> None:
-        """Called once all are taken: each counts from now on. Raises LockLost if one was lost meanwhile."""
-        for lock in self._in_order():
-            hold = lock._surely_held()
-            if len(hold.entries) == 1:
-                entering.count_min_hold(hold, lock, begins=True)
+            entered = self._entered(before)
+            yield from leave_each(entered, error, store)
+            if lost := [lock._lost(block.hold) for lock, block in entered if was_ours(block.hold, error)]:
+                raise lost[0] from error  # only the loss of a lock has cancelled this
+            raise
 
     def _release(self) -> Steps[None]:
         return release_each(self._in_order()[::-1])
 
     def _extend(self, ttl: Seconds | None) -> Steps[None]:
         for lock in self._in_order():
-            yield from operations.extend(lock, lock._ttl if ttl is None else valid_ttl(ttl))
+            yield from lock._extend(ttl)
 
     def _verify(self) -> Steps[bool]:
         for lock in self._in_order():
-            _ = yield from operations.verify(lock)
+            _ = yield from lock._verify()
         return True
 
-    def _exit(self, error: BaseException | None, opened: list[Opened] | None) -> Steps[None]:
-        """End a `with`; `error` is the body's exception, `opened`: the blocks of its end."""
-        if self._skipped:
-            return
+    def _exit(self, opened: list[Opened] | None) -> Steps[None]:
+        """End a `with`; `opened`: the blocks of its end."""
         blocks = opened or self._withs
         block = innermost(blocks, self.keys)
         blocks.remove(block)
-        try:
-            yield from leave_each(lambda: block[1])
-        except LockError as late:
-            if [lock for lock, entered in block[1] if was_ours(entered.hold, error)]:
-                raise of_the_end(late) from error
-            if not gives_way(late, error):
-                raise
+        return leave_each(block[1])
 
     # -- helpers
 
@@ -224,9 +203,9 @@ class BaseLocks:
 
     def _entered(self, before: Collection[Entry] = ()) -> Entered:
         """What this flow has entered through these locks, but for the entries `before`; last first."""
-        holds = [(lock, hold) for lock in self._in_order() if (hold := lock._hold_here()) is not None]
+        holds = [(lock, hold) for lock in self._in_order()[::-1] if (hold := lock._hold_here()) is not None]
         entered = [(lock, Block(each, hold)) for lock, hold in holds for each in hold.entries if each.lock is lock]
-        return [each for each in entered[::-1] if each[1].entry not in before]
+        return [each for each in entered if each[1].entry not in before]
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
@@ -240,107 +219,33 @@ class BaseLocks:
         return made
 
 
+def _acquire(lock: BaseLock, timeout: float | None) -> Steps[None]:
+    if isinstance((yield from entering.acquire(lock, timeout)), Refused):
+        raise LockTimeout(key=lock.key)
+
+
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:
     """Where a lock comes among others: by its database and key, a reader after a writer."""
     store = lock._store()
     return str(store.location or store.name), repr(store.database.dialect.tables), lock.key, lock._reading
 
 
-class SyncLocks(BaseLocks):
+class SyncLocks(BaseLocks, BlockingLocks):
     """Several locks whose methods block the calling thread."""
-
-    def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take them all, or none; False if one of them was not free in time. As `Lock.acquire`."""
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        return self._members[0]._drive(self._take(wait, block=False))  # type: ignore[no-any-return]
-
-    def release(self) -> None:
-        """Leave each of them once, also if one of them was lost; raises LockNotHeld, or LockLost for the first."""
-        self._members[0]._drive(self._release())
-
-    def extend(self, ttl: Seconds | None = None) -> None:
-        """Let each lease end `ttl` seconds from now: sets, never adds."""
-        self._members[0]._drive(self._extend(ttl))
-
-    def verify(self) -> bool:
-        """True if the rows in the database still show this flow's tenures; raises LockLost otherwise."""
-        return self._members[0]._drive(self._verify())  # type: ignore[no-any-return]
 
     def guard(self, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends; `given` as for `Lock.guard`."""
         for lock in self._in_order():
             lock.guard(*given)
 
-    @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Self:
-        refuse_interrupt(any(lock.options.interrupt for lock in self._members))
-        _ = self._members[0]._drive(self._enter(its))
-        return self
 
-    @block_end
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Opened] | None = None,
-    ) -> None:
-        self._members[0]._drive(self._exit(error, opened))
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses("these locks block their thread: use `with`, or the locks of an AsyncEngine")
-
-    def __call__(self, function: F) -> F:
-        """Decorate `function`: each call holds the locks; the keys are formatted with the call's arguments."""
-        return decorated(self, function, self._templates(function))
-
-
-class AsyncLocks(BaseLocks):
+class AsyncLocks(BaseLocks, AwaitingLocks):
     """Several locks whose methods are coroutines; see SyncLocks for what each does.
 
     `self` may be any locks, so that synchronous ones can use these methods as their asynchronous twins.
     """
 
-    async def acquire(self: BaseLocks, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take them all, or none; False if one of them was not free in time."""
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        return await self._members[0]._adrive(self._take(wait, block=False))  # type: ignore[no-any-return]
-
-    async def release(self: BaseLocks) -> None:
-        """Leave each of them once."""
-        await self._members[0]._adrive(self._release(), undisturbed=True)
-
-    async def extend(self: BaseLocks, ttl: Seconds | None = None) -> None:
-        """Let each lease end `ttl` seconds from now."""
-        await self._members[0]._adrive(self._extend(ttl))
-
-    async def verify(self: BaseLocks) -> bool:
-        """True if the rows in the database still show this flow's tenures; raises LockLost otherwise."""
-        return await self._members[0]._adrive(self._verify())  # type: ignore[no-any-return]
-
     async def guard(self: BaseLocks, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends."""
         for lock in self._in_order():
             await getattr(lock, "aguard", lock.guard)(*given)
-
-    @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
-        _ = await self._members[0]._adrive(self._enter(its))
-        return self
-
-    @block_end
-    async def __aexit__(
-        self: BaseLocks,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Opened] | None = None,
-    ) -> None:
-        await self._members[0]._adrive(self._exit(error, opened), undisturbed=True)
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __enter__ = __exit__ = refuses("these are the locks of an event loop: use `async with`")
-
-    def __call__(self: BaseLocks, function: F) -> F:
-        """Decorate a coroutine function: each call holds the locks; the keys are formatted with its arguments."""
-        return adecorated(self, function, self._templates(function))
