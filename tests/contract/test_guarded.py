@@ -1099,6 +1099,9 @@ def test_an_interrupt_leaves_no_transaction_open(
             return
 
 
+WRITTEN = {"__enter__": "BlockingLocks.__enter__", "__exit__": "Blocking.__exit__"}
+
+
 @pytest.mark.parametrize("where", ["call __exit__", "return __exit__", "return __enter__"])
 @pytest.mark.parametrize("kind", ["django", "engine"])
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -1107,7 +1110,8 @@ def test_an_interrupt_of_the_locks_own_block(
 ) -> None:
     """The lease ends, as that of a plain `with`, also while the traceback is kept: nothing renews it for ever."""
     holder = client(kind)
-    lock, moment = holder.lock(ttl=0.5), where.replace("__e", "SyncLock.__e").split()
+    event_of, name = where.split()
+    lock, moment = holder.lock(ttl=0.5), [event_of, WRITTEN[name]]
     struck = list[FrameType]()
 
     def step(frame: FrameType, event: str, _: object) -> Any:
