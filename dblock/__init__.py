@@ -40,21 +40,25 @@ if TYPE_CHECKING:
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.kinds import (
+        Locks,
+        Permit,
+        ReadLock,
+        WriteLock,
         acheck_sequencer,
         areap,
         arelease_all,
         check_sequencer,
+        db_leader,
         db_lock,
+        db_locks,
         db_rwlock,
+        db_semaphore,
         reap,
         release_all,
     )
-    from dblock.leaders import db_leader
     from dblock.majority.protocol import QuorumUnavailable
     from dblock.place import Lock
     from dblock.quorum import QuorumLock, db_quorum_lock
-    from dblock.semaphores import Permit, db_semaphore
-    from dblock.several import Locks, db_locks
     from dblock.signals import (
         lock_acquired,
         lock_at_risk,
@@ -130,22 +134,24 @@ _HOMES = {
     name: home
     for home, names in {
         "dblock.kinds": (
+            "Locks",
+            "Permit",
             "ReadLock",
             "WriteLock",
             "acheck_sequencer",
             "areap",
             "arelease_all",
             "check_sequencer",
+            "db_leader",
             "db_lock",
+            "db_locks",
             "db_rwlock",
+            "db_semaphore",
             "reap",
             "release_all",
         ),
-        "dblock.leaders": ("db_leader",),
-        "dblock.several": ("Locks", "db_locks"),
-        "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
         "dblock.place": ("Lock",),
-        "dblock.semaphores": ("Permit", "db_semaphore"),
+        "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
         "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
         "dblock.core.observing.observers": ("observe",),
         "dblock.core.values": ("LockInfo",),
@@ -156,7 +162,9 @@ _HOMES = {
     for name in names
 }
 _DJANGO = {
-    *("dblock.kinds", "dblock.leaders", "dblock.place", "dblock.quorum", "dblock.semaphores", "dblock.several"),
+    "dblock.kinds",
+    "dblock.place",
+    "dblock.quorum",
     "dblock.signals",
 }
 """Modules that need Django."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, Unpack, overload
+import inspect
+from collections.abc import Callable, Coroutine
+from functools import partial
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from dblock import conf
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
-from dblock.core.lock.locks import Attaching
+from dblock.core.lock.leading import AsyncLeader, SyncLeader
+from dblock.core.lock.leading import Options as LeaderOptions
+from dblock.core.lock.locks import Attaching, refuses
+from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.lock.several import AsyncLocks, SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
 from dblock.core.protocol import reaping
@@ -17,10 +24,10 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention
+from dblock.core.validation import valid_retention, valid_timeout
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
-from dblock.place import Lock, Options, default_alias
-from dblock.semaphores import db_semaphore
+from dblock.guarded import NO_BEGIN, Atomic
+from dblock.place import Both, Lock, Options, Twins, default_alias
 from dblock.store import DjangoStore, known_stores, store_for
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,6 +171,159 @@ def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
     """
     refuse_several(options.get("using"), "db_rwlock")
     return ReadWriteLock(key, {**options})
+
+
+class Locks(Twins, SyncLocks):
+    """Several locks that are taken together; made by `db_locks`.
+
+    Use them as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
+    has an asynchronous twin that begins with an `a`.
+    """
+
+    def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
+        """A `with` or decorator of a transaction that the locks, all of one database, guard; as `Lock.atomic`."""
+        return Atomic(self, using or self._members[0].using, durable=durable)
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        begin = refuses(NO_BEGIN)
+
+    aguard = AsyncLocks.guard
+
+
+def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
+    """Several locks that are taken together, or not at all.
+
+    Args:
+        keys: keys of 1 to 255 characters, or locks made by `db_lock`, also of several databases. As a decorator's, the
+            keys are format strings over the arguments of the call; a key that comes twice is taken once.
+
+    Keyword Args:
+        timeout: longest wait for all of them, in seconds; as of `db_lock`.
+        on_busy, otherwise: as of `db_lock`.
+        others: as of `db_lock`, for each of the locks of the keys; a callback is called with one lock.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+    """
+    given: dict[str, Any] = {**options}
+    timeout = given.pop("timeout", ...)
+    bundle = {name: given.pop(name) for name in ("on_busy", "otherwise") if name in given}
+    own = conf.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
+    made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in once(keys)]
+    return Locks(made, own, **bundle)
+
+
+class Permit(IsPermit, Lock):
+    """A permit of a semaphore: a lock, with a `slot`."""
+
+
+class Semaphore(Both, SyncSemaphore):
+    """A semaphore over a database of Django's; made by `db_semaphore`.
+
+    Use it as `with` or `async with`, which give the permit; as a decorator of `def` and `async def`; or through its
+    methods, each of which has an asynchronous twin that begins with an `a`.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def held(self) -> list[Permit]: ...
+
+        def permit(self) -> Permit: ...
+
+        def __enter__(self) -> Permit: ...
+
+        async def __aenter__(self) -> Permit: ...
+
+    aacquire = AsyncSemaphore.acquire
+    arelease = AsyncSemaphore.release
+    aavailable = AsyncSemaphore.available
+    aholders = AsyncSemaphore.holders
+    if not TYPE_CHECKING:
+        __aenter__ = AsyncSemaphore.__aenter__
+
+
+def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore:
+    """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
+
+    Each caller takes one of its own first `permits` slots, which are numbered from 0. So while programs with different
+    numbers run, at most the greatest of them are in, and nothing is stored that would have to be changed.
+
+    Args:
+        key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
+        permits: 1 to 10,000.
+
+    Keyword Args:
+        fair: False: take a free permit before those that wait.
+        others: as of `db_lock`, without `interrupt` and `reentrant`: a permit belongs to the semaphore object, and
+            each acquire is a further permit.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+        WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
+    """
+    refuse_several(options.get("using"), "db_semaphore")
+    return Semaphore(Permit, key, permits, **options)
+
+
+class Leader(SyncLeader):
+    """A candidate over a database of Django's; made by `db_leader`.
+
+    Use it as `with` or `async with` for one term, by `run` for term after term, or through its methods, each of which
+    has an asynchronous twin that begins with an `a`.
+    """
+
+    acampaign = AsyncLeader.campaign
+    aresign = AsyncLeader.resign
+    astop = AsyncLeader.stop
+    aleader = AsyncLeader.leader
+    aobserve = AsyncLeader.observe
+    __aenter__ = AsyncLeader.__aenter__
+    __aexit__ = AsyncLeader.__aexit__
+
+    @overload
+    def run(self, body: Callable[[int], Coroutine[Any, Any, None]]) -> Callable[[], Coroutine[Any, Any, None]]: ...
+    @overload
+    def run(self, body: Callable[[int], None]) -> Callable[[], None]: ...
+    def run(self, body: Any) -> Any:
+        """Decorate `def body(term)` or `async def body(term)`: campaign, lead by calling it, resign, and begin anew.
+
+        The result returns after `stop()`, and raises what `body` raises, after the term has ended. A body whose
+        `check()` says that it was deposed is left for the next campaign, and a database that fails is asked again.
+        """
+        return AsyncLeader.run(self, body) if inspect.iscoroutinefunction(body) else super().run(body)
+
+    def guard(self, using: str | None = None) -> None:
+        """Keep the term, come what may, until the open transaction ends; as `Lock.guard`."""
+        self._elected().guard(using)
+
+    async def aguard(self, using: str | None = None) -> None:
+        """The asynchronous twin of `guard`."""
+        await self._elected().aguard(using)
+
+
+def db_leader(name: str, *, using: str | None = None, **options: Unpack[LeaderOptions]) -> Leader:
+    """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
+
+    Args:
+        name: the key of the lock that the leader holds; 1 to 255 characters.
+
+    Keyword Args:
+        ttl: seconds after which another candidate is elected if the leader has died; 15 by default.
+        timeout: longest wait of a `with` in seconds; None, the default, waits for ever.
+        using: database alias, as of `db_lock`.
+        label: free text for people who inspect who leads.
+        on_elected: called with the leader in the thread or task that campaigns, before that goes on.
+        on_deposed: called once, in another thread, with the leader and a `Reason` when a term ends by itself.
+        on_at_risk: called likewise, with the leader, when a renewal is late.
+        on_revoke: called likewise, with the leader and by whom and why, when somebody asks it to resign.
+        interrupt: cancel the task of an `async with`, or of an `async def` of `run`, when the term ends.
+        grace, min_hold, max_hold: as of `db_lock`. `max_hold` bounds a term.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+    """
+    return Leader(partial(Lock, using=using), name, **options)
 
 
 def check_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:

@@ -41,22 +41,26 @@ if TYPE_CHECKING:
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.kinds import (
+        AsyncLocks,
+        AsyncPermit,
         AsyncReadLock,
         AsyncWriteLock,
+        Locks,
+        Permit,
         ReadLock,
         WriteLock,
         attach,
         check_sequencer,
+        db_leader,
         db_lock,
+        db_locks,
         db_rwlock,
+        db_semaphore,
         reap,
         release_all,
     )
-    from sqlalchemy_dblock.leaders import db_leader
     from sqlalchemy_dblock.place import AsyncLock, Lock
     from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
-    from sqlalchemy_dblock.semaphores import AsyncPermit, Permit, db_semaphore
-    from sqlalchemy_dblock.several import AsyncLocks, Locks, db_locks
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
@@ -123,15 +127,27 @@ _HOMES = {
     name: home
     for home, names in {
         "sqlalchemy_dblock.kinds": (
-            *("AsyncReadLock", "AsyncWriteLock", "ReadLock", "WriteLock", "attach", "check_sequencer", "db_lock"),
-            *("db_rwlock", "reap", "release_all"),
+            "AsyncLocks",
+            "AsyncPermit",
+            "AsyncReadLock",
+            "AsyncWriteLock",
+            "Locks",
+            "Permit",
+            "ReadLock",
+            "WriteLock",
+            "attach",
+            "check_sequencer",
+            "db_leader",
+            "db_lock",
+            "db_locks",
+            "db_rwlock",
+            "db_semaphore",
+            "reap",
+            "release_all",
         ),
         "sqlalchemy_dblock.place": ("AsyncLock", "Lock"),
         "sqlalchemy_dblock.table": ("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"),
-        "sqlalchemy_dblock.leaders": ("db_leader",),
-        "sqlalchemy_dblock.several": ("AsyncLocks", "Locks", "db_locks"),
         "sqlalchemy_dblock.quorum": ("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"),
-        "sqlalchemy_dblock.semaphores": ("AsyncPermit", "Permit", "db_semaphore"),
         "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
         "sqlalchemy_dblock.creating": ("create_tables",),
         "dblock.majority.protocol": ("QuorumUnavailable",),

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from functools import partial
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
+from dblock.core.lock.leading import AsyncLeader as CoreAsyncLeader
+from dblock.core.lock.leading import Options as LeaderOptions
+from dblock.core.lock.leading import SyncLeader
 from dblock.core.lock.locks import Attaching
+from dblock.core.lock.permits import AsyncSemaphore as CoreAsyncSemaphore
+from dblock.core.lock.permits import IsPermit, SyncSemaphore
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.lock.several import AsyncLocks as CoreAsyncLocks
+from dblock.core.lock.several import SyncLocks, once
 from dblock.core.options import explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention
+from dblock.core.validation import valid_key, valid_retention, valid_timeout
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
-from sqlalchemy_dblock.place import AsyncLock, Lock, Options, sync_engine
-from sqlalchemy_dblock.semaphores import db_semaphore
+from sqlalchemy_dblock.place import AsyncBegins, AsyncLock, Begins, Lock, Options, sync_engine
 from sqlalchemy_dblock.store import store_for
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+    from sqlalchemy.orm import Session
 
     from dblock.core.protocol.reaping import Reaped
 
@@ -184,6 +194,175 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
     if inner is engine:
         return ReadWriteLock(inner, key, ReadLock, WriteLock, options)
     return ReadWriteLock(inner, key, AsyncReadLock, AsyncWriteLock, options)
+
+
+class Locks(Begins, SyncLocks):
+    """Several locks over Engines that are taken together; made by `db_locks`."""
+
+
+class AsyncLocks(AsyncBegins, CoreAsyncLocks):
+    """Several locks over AsyncEngines, with coroutines for methods; made by `db_locks`."""
+
+
+@overload
+def db_locks(engine: Engine, /, *keys: str | Lock, **options: Unpack[Options]) -> Locks: ...
+@overload
+def db_locks(engine: AsyncEngine, /, *keys: str | AsyncLock, **options: Unpack[Options]) -> AsyncLocks: ...
+@overload
+def db_locks(first: Lock, /, *locks: Lock, timeout: Any = ..., on_busy: Any = ..., otherwise: Any = ...) -> Locks: ...
+@overload
+def db_locks(
+    first: AsyncLock, /, *locks: AsyncLock, timeout: Any = ..., on_busy: Any = ..., otherwise: Any = ...
+) -> AsyncLocks: ...
+def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  # noqa: D417 - they are there
+    """Several locks that are taken together, or not at all.
+
+    Args:
+        first: an Engine or an AsyncEngine, for the keys that follow; or a lock.
+        keys: keys of 1 to 255 characters, or locks made by `db_lock`, also of several engines. As a decorator's, the
+            keys are format strings over the arguments of the call; a key that comes twice is taken once.
+
+    Keyword Args:
+        timeout: longest wait for all of them, in seconds; as of `db_lock`.
+        on_busy, otherwise: as of `db_lock`.
+        others: as of `db_lock`, for each of the locks of the keys; a callback is called with one lock.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+    """
+    timeout = options.pop("timeout", ...)
+    bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}
+    own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
+    made: list[Any] = [first] if isinstance(first, Lock | AsyncLock) else []
+    make: Any = db_lock
+    _, *others = once((first, *keys))
+    for each in others:
+        if isinstance(each, Lock | AsyncLock):
+            made.append(each)
+        elif made and made[0] is first:
+            raise TypeError(f"the key {each!r} needs an engine: db_locks(engine, *keys), or locks alone")
+        else:
+            made.append(make(first, valid_key(each), timeout=timeout, **options))
+    if made and made[0] is first and options:
+        raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
+    if not (made and made[0] is first):
+        engine: Any = first
+        _ = sync_engine(engine)
+    kinds = {isinstance(each, AsyncLock) for each in made}
+    if len(kinds) > 1:
+        raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")
+    return AsyncLocks(made, own, **bundle) if kinds == {True} else Locks(made, own, **bundle)
+
+
+class Permit(IsPermit, Lock):
+    """A permit of a semaphore over an Engine: a lock, with a `slot`."""
+
+
+class AsyncPermit(IsPermit, AsyncLock):
+    """A permit of a semaphore over an AsyncEngine: a lock, with a `slot`."""
+
+
+class Semaphore(SyncSemaphore):
+    """A semaphore over the database of an Engine; made by `db_semaphore`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def held(self) -> list[Permit]: ...
+
+        def permit(self) -> Permit: ...
+
+        def __enter__(self) -> Permit: ...
+
+
+class AsyncSemaphore(CoreAsyncSemaphore):
+    """A semaphore over the database of an AsyncEngine, with coroutines for methods; made by `db_semaphore`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def held(self) -> list[AsyncPermit]: ...
+
+        def permit(self) -> AsyncPermit: ...
+
+        async def __aenter__(self) -> AsyncPermit: ...
+
+
+@overload
+def db_semaphore(engine: Engine, key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore: ...
+@overload
+def db_semaphore(engine: AsyncEngine, key: str, permits: int = 1, **options: Unpack[Options]) -> AsyncSemaphore: ...
+def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **options: Any) -> Any:  # noqa: D417 - they are there
+    """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
+
+    Each caller takes one of its own first `permits` slots, which are numbered from 0. So while programs with different
+    numbers run, at most the greatest of them are in, and nothing is stored that would have to be changed.
+
+    Args:
+        engine: an Engine or an AsyncEngine, as of `db_lock`; the methods are coroutines for an AsyncEngine.
+        key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
+        permits: 1 to 10,000.
+
+    Keyword Args:
+        fair: False: take a free permit before those that wait.
+        others: as of `db_lock`, without `interrupt` and `reentrant`: a permit belongs to the semaphore object, and
+            each acquire is a further permit.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+        WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
+    """
+    refuse_several(engine, "db_semaphore")
+    inner = sync_engine(engine)
+    if inner is engine:
+        return Semaphore(partial(Permit, inner), key, permits, **options)
+    return AsyncSemaphore(partial(AsyncPermit, inner), key, permits, **options)
+
+
+class Leader(SyncLeader):
+    """A candidate over the database of an Engine; made by `db_leader`."""
+
+    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
+        """Keep the term, whatever happens, until the open transaction ends; as `Lock.guard`."""
+        self._elected().guard(session_or_connection)
+
+
+class AsyncLeader(CoreAsyncLeader):
+    """A candidate over the database of an AsyncEngine, with coroutines for methods; made by `db_leader`."""
+
+    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
+        """Keep the term, whatever happens, until the open transaction ends; as `AsyncLock.guard`."""
+        await self._elected().guard(session_or_connection)
+
+
+@overload
+def db_leader(engine: Engine, name: str, **options: Unpack[LeaderOptions]) -> Leader: ...
+@overload
+def db_leader(engine: AsyncEngine, name: str, **options: Unpack[LeaderOptions]) -> AsyncLeader: ...
+def db_leader(engine: Any = None, name: Any = None, **options: Unpack[LeaderOptions]) -> Leader | AsyncLeader:
+    """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
+
+    Args:
+        engine: an Engine or an AsyncEngine, as of `db_lock`; the methods are coroutines for an AsyncEngine.
+        name: the key of the lock that the leader holds; 1 to 255 characters.
+
+    Keyword Args:
+        ttl: seconds after which another candidate is elected if the leader has died; 15 by default.
+        timeout: longest wait of a `with` in seconds; None, the default, waits for ever.
+        label: free text for people who inspect who leads.
+        on_elected: called with the leader in the thread or task that campaigns, before that goes on.
+        on_deposed: called once, in another thread, with the leader and a `Reason` when a term ends by itself.
+        on_at_risk: called likewise, with the leader, when a renewal is late.
+        on_revoke: called likewise, with the leader and by whom and why, when somebody asks it to resign.
+        interrupt: cancel the task of an `async with`, or of an `async def` of `run`, when the term ends.
+        grace, min_hold, max_hold: as of `db_lock`. `max_hold` bounds a term.
+
+    Raises:
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+    """
+    if isinstance(engine, Engine):
+        return Leader(partial(db_lock, engine), name, **options)
+    return AsyncLeader(partial(db_lock, engine), name, **options)
 
 
 @overload

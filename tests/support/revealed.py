@@ -16,8 +16,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import dblock
-from dblock.kinds import ReadLock
-from dblock.semaphores import Permit
+from dblock.kinds import Permit, ReadLock
 from sqlalchemy_dblock import db_lock, db_locks, db_rwlock, db_semaphore
 
 

@@ -124,7 +124,7 @@ class Blocking(Operations):
                 raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses("this blocks its thread: use `with`, or what is made of an AsyncEngine")
+        __aenter__ = __aexit__ = refuses("this blocks its thread: use `with`, or the lock of an AsyncEngine")
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""

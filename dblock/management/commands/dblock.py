@@ -19,13 +19,12 @@ from dblock.cli import answered, ddl
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.text import printable
 from dblock.core.validation import valid_retention
-from dblock.kinds import db_lock, db_rwlock
+from dblock.kinds import db_lock, db_rwlock, db_semaphore
 from dblock.operating.commands import doctor
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs
 from dblock.place import default_alias
-from dblock.semaphores import db_semaphore
 from dblock.store import store_for
 
 
