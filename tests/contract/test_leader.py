@@ -95,6 +95,26 @@ def test_who_is_elected_leads_until_it_resigns(
     assert leader.term > elected[0]
 
 
+def test_a_candidate_that_is_withdrawn_as_it_wins_does_not_lead(
+    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the resignation has found no term to end, and does not wait."""
+    elected = list[Any]()
+    leader = candidate(on_elected=elected.append)
+
+    def resigned_meanwhile(_lock: Any, _timeout: float | None, steps: Any) -> Any:
+        found = yield from steps
+        assert isinstance(found, Hold)
+        leader._candidacy.cancel.set()  # all that resign() does then
+        return found
+
+    monkeypatch.setattr(runtime.current, "acquire_hooks", [resigned_meanwhile])
+    assert actor.call(leader, "campaign", timeout=1) is False
+    assert elected == []
+    assert not leader.is_leader
+    assert other.call(leader, "leader") is None
+
+
 def test_candidates_are_elected_in_their_order(
     either: Subject, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
 ) -> None:

@@ -225,7 +225,7 @@ def test_one_that_somebody_was_interrupted_waiting_for_is_expected_too() -> None
 
     pool = Interrupted(most=3)
     with pytest.raises(KeyboardInterrupt):
-        pool.take(soon(), critical=False)
+        pool.take(soon(5), critical=False)
     with pytest.raises(StoreUnreachable, match="in time"):
         pool.take(soon(), critical=False)
     pool.may.set()

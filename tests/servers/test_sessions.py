@@ -99,6 +99,7 @@ def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypat
     run("postgresql", STRANGER["postgresql"])
     subject = Subject("sqlalchemy", "sync", "postgresql")
     actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._store()._source
+    others = {*threads("dblock ")}
 
     def burst() -> bool:
         tries = [actor.start(partial(subject.lock("k").acquire, blocking=False)) for actor in actors]
@@ -107,7 +108,7 @@ def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypat
 
     assert until(burst, 20)
     assert until(lambda: len(pool._idle) == 1, 20)
-    assert until(lambda: not threads("dblock "), 20)
+    assert until(lambda: not {*threads("dblock ")} - others, 20), threads()
     for each in actors:
         each.close()
 

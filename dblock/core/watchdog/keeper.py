@@ -39,6 +39,8 @@ def in_background(steps: Steps[None]) -> Steps[None]:
         yield from steps
     except Exception as error:  # noqa: BLE001 - no caller waits for it
         warn("work in the background failed: %r", error)
+    finally:
+        _ = background.set(False)
 
 
 def run_apart(steps: Steps[None], store: Store) -> None:
@@ -154,18 +156,21 @@ class Keeper:
 
     def begin(self, steps: Steps[None], *, long: bool = False) -> None:
         """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
-        steps, refused = in_background(steps), None
+        work, refused = in_background(steps), ""
         try:
             if self.loop is not None:
-                self._tasks.add(steps)
-                self.loop.call_soon_threadsafe(self._begin_task, steps)
+                self._tasks.add(work)
+                self.loop.call_soon_threadsafe(self._begin_task, work)
             elif long:
-                _ = start(partial(run_apart, steps, self.store), "housekeeping")
-            elif (refused := self.ensure()) is None and self.renewer is not None:
-                self.renewer.give(steps)
+                _ = start(partial(run_apart, work, self.store), "housekeeping")
+            elif (why := self.ensure()) is None and self.renewer is not None:
+                self.renewer.give(work)
+            else:
+                refused = str(why)
         except RuntimeError as error:  # the loop is closed; out of threads, or the interpreter is ending
-            refused = error
-        if refused is not None:
+            refused = str(error)
+        if refused:
+            steps.close()  # they are not going on
             warn("cannot work in the background for %s, trying again: %s", self.store.name, refused)
 
     def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
