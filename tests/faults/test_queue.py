@@ -411,4 +411,6 @@ def test_a_thousand_waiters_cost_a_listener_and_a_connection(
     subject.engine.dispose()
     assert max(count for count, _, _ in seen) in {2, 3}  # three if the second has lost patience
     assert [each[1:] for each in seen[-7:]] == [(1, 0)] * 7
-    assert served == list(range(1000))
+    # Only the first, if it tries to take the key for longer than the second has patience, loses its turn.
+    assert sorted(served) == list(range(1000))
+    assert [each for each in served if each] == list(range(1, 1000))

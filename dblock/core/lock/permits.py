@@ -130,7 +130,7 @@ class BaseSemaphore(Operations):
         self._plain: Any = make_permit(valid_shared_key(key), **options)
         """A permit that is never acquired, of which all others are copies."""
         self.options: Options = self._plain.options
-        self._drive, self._adrive = getattr(self._plain, "_drive", None), self._plain._adrive
+        self._drive, self._adrive = self._plain._drive, self._plain._adrive
         self._held: list[Any] = []
         """The permits of this object, the oldest first. Whoever has removed one from it releases it."""
         self._met: set[str] = set()
