@@ -199,7 +199,7 @@ def test_a_cancelled_take_leaves_nothing(async_driver: Subject, actor: Actor, mo
 
     for delay in range(40):
         actor.do(partial(attempt, delay))
-        assert until(lambda: async_driver.row("k")["owner"] is None), delay
+        assert async_driver.row("k")["owner"] is None, delay
 
 
 def test_a_cancelled_releaser_notifies_the_next(

@@ -132,7 +132,7 @@ class BaseSemaphore(Operations):
         self.options: Options = self._plain.options
         self._drive, self._adrive = self._plain._drive, self._plain._adrive
         self._held: list[Any] = []
-        """The permits of this object, the oldest first. Whoever has removed one from it releases it."""
+        """The permits of this object, the oldest first. The flow that has removed one from it releases it."""
         self._met: set[str] = set()
         """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 

@@ -139,7 +139,7 @@ async def _aoutcome(call: Call) -> Outcome:
 
 
 def going_on(begun: Callable[[], Steps[Any] | None]) -> bool:
-    """Whether the steps that a weak reference names are being driven, or are about to be: whoever does so has them."""
+    """Whether the steps that a weak reference names are being driven, or will be: their driver refers to them."""
     steps = begun()
     return steps is not None and getgeneratorstate(steps) != GEN_CLOSED
 

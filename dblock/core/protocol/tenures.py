@@ -50,10 +50,10 @@ which of two it is:
 
 `detach` makes a secret, and then puts it in the place of the owner; `attach` puts a new owner token of its flow in the
 place of the secret. Both name the owner that they replace, the fence and a live lease. So one attach uses the token,
-and every other one finds another owner; and whoever detached renews and releases nothing any more. Both may be sent
-twice, since each also accepts the owner that it sets, which is of this attempt alone. (Only a write can find out what
-became of a lost answer: see below.) The secret names no flow and no machine: nobody takes it for a holder that waits
-for another key, or that notifies its neighbours.
+and every other one finds another owner; and the flow that detached renews and releases nothing any more. Both may be
+sent twice, since each also accepts the owner that it sets, which is of this attempt alone. (Only a write can find out
+what became of a lost answer: see below.) The secret names no flow and no machine: nobody takes it for a holder that
+waits for another key, or that notifies its neighbours.
 
 The count is that of the one flow's entries. Each re-entry, and each end of an inner block, sets it: so it is sent twice
 without harm, and one that was interrupted needs no undoing. Nothing is decided by a count above 0.

@@ -1,7 +1,7 @@
 """The holds that this process watches, and what is told of them: a loss, a renewal that is late, a revocation.
 
-Rule: what is told of a hold is told once, whoever finds it out, its flow or the watching thread. The body under a lost
-lock is ended here, which waits for nothing; code of the application is called by another thread
+Rule: what is told of a hold is told once, by its flow or by the watching thread, as either finds it out first. The body
+under a lost lock is ended here, which waits for nothing; code of the application is called by another thread
 (`dblock.core.deliveries`).
 """
 
