@@ -77,9 +77,7 @@ class Worker:
                 moment = self.round()
             finally:  # before it decides to end: what comes after that wakes it, also if an error ends this thread
                 self.wakes_at = math.inf
-            if self.used:  # the round may have missed what it was given meanwhile
-                moment = min(moment, clock.now() + timing.DEFAULT.attention)
-            rests = moment == math.inf and not used
+            rests = moment == math.inf and not (used or self.used)
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # its start was interrupted: another one is started when needed

@@ -555,27 +555,6 @@ def test_what_is_given_back_during_the_last_round_is_pruned(monkeypatch: pytest.
     watch.wake()
     assert until(lambda: watch._thread is None)
     assert clock.now() >= given[0]
-    assert len(rounds) <= 6, "it sleeps until then"
-
-
-def test_what_is_not_urgent_is_done_though_the_watch_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until an idle connection is closed, say, which is a minute."""
-    timed(monkeypatch, attention=0.02)
-    rounds, over = list[int](), clock.now() + 60
-
-    def prune() -> float:
-        rounds.append(1)
-        return over
-
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw, prune)
-    watch.wake()
-    assert until(lambda: watch.wakes_at == over)
-    before = len(rounds)
-    watch.wake_some_time()
-    assert until(lambda: len(rounds) > before)
-    over = math.inf
-    _ = watch.wake()
-    assert until(lambda: watch._thread is None)
 
 
 def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: FakeStore) -> None:

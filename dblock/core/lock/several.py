@@ -56,7 +56,7 @@ class BaseLocks(Operations):
             raise TypeError("db_locks() takes one key or lock at least")
         interrupt = any(lock.options.interrupt for lock in members)
         self.options = valid_options(on_busy=on_busy, otherwise=otherwise, interrupt=interrupt)
-        self._drive, self._adrive = getattr(members[0], "_drive", None), members[0]._adrive
+        self._drive, self._adrive = members[0]._drive, members[0]._adrive
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout

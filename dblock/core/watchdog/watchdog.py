@@ -13,9 +13,8 @@ all due leases of a database, and one extends the places in queues that the flow
 So a renewal is retried until the lease is lost. Without an answer it is abandoned after a sixth of the term, and the
 next one uses another connection; a later answer still counts, from the time of sending.
 
-The watching thread wakes once a second while there is something to watch. It also closes connections that have been
-idle for too long: with nothing else to do, it sleeps until then. It ends when it has nothing to do, and is started
-again when needed.
+The watching thread wakes once a second while there is something to watch, and also closes connections that have been
+idle for too long. It ends when it has nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
 `dblock.core.holding.lease`), and reports. Neither it nor the threads that it waits for run code of the application (see
@@ -175,7 +174,7 @@ class Watchdog(Watched):
             warn("the watchdog failed in one round, and continues: %r", error)
             return latest
         busy = self._holds or self._keepers or self._to_write or deliveries.stranded
-        return min(soonest, latest) if busy else soonest
+        return min(soonest, latest) if busy or soonest < math.inf else math.inf
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
