@@ -26,7 +26,6 @@ from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Cancel, Steps
-from dblock.core.protocol.store import Store
 from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
@@ -98,10 +97,6 @@ class BaseLock:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
         if hold.kind != self._kind or hold.reading > self._reading:
             raise failures.must_not_enter(self._key, self._kind, hold)
-
-    def _store(self) -> Store:
-        """The database of its row."""
-        return self._place.store()
 
     # -- what the watchdog and the end of a block ask
 

@@ -63,7 +63,7 @@ def _begin_granted(
 ) -> Steps[Hold | Refused]:
     """Hold what has been taken."""
     yield from ()
-    return begin_hold(lock, flow, granted, entry, None, store=lock._store())
+    return begin_hold(lock, flow, granted, entry, None, store=lock._place.store())
 
 
 def _acquire(
@@ -75,7 +75,7 @@ def _acquire(
 ) -> Steps[Hold | Refused]:
     if lock.forked_from is not None:
         raise lock._forked()
-    store, ttl = lock._store(), lock._ttl
+    store, ttl = lock._place.store(), lock._ttl
     database, resource = store.database, (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
@@ -221,7 +221,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
 
 
 def _attach(lock: BaseLock, token: Token, entry: Entry, _contended: object = None) -> Steps[Hold]:
-    store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
+    store, flow, tenure = lock._place.store(), lock._running_flow(), token.tenure
     database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
     request = request_of(lock, store, flow, lock._ttl)
     owner = request.new_owner()

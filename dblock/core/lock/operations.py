@@ -24,7 +24,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         raise lock._forked()
     hold = lock._own_hold("extend")
     _ = lock._surely_held()
-    database, before = lock._store().database, hold.lease.ttl
+    database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
     try:
@@ -45,7 +45,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
 def verify(lock: BaseLock) -> Steps[bool]:
     """True if the row still shows this flow's tenure; else raises LockLost."""
     hold = lock._surely_held()
-    if not (yield from tenures.verify(lock._store().database, hold.tenure)):
+    if not (yield from tenures.verify(lock._place.store().database, hold.tenure)):
         yield from find_out(hold)
         raise lock._lost(hold)
     return True
@@ -75,7 +75,7 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
     fence = sequencer.fence
-    info = yield from tenures.inspect(lock._store().database, sequencer.key)
+    info = yield from tenures.inspect(lock._place.store().database, sequencer.key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
         taken = info is not None and info.fence != fence
         given_back = info is not None and not info.owner
@@ -90,7 +90,7 @@ def owned(lock: BaseLock) -> Steps[bool]:
     hold = lock._hold()
     if hold is None or hold.lease.remaining() <= 0:
         return False
-    return (yield from tenures.verify(lock._store().database, hold.tenure))
+    return (yield from tenures.verify(lock._place.store().database, hold.tenure))
 
 
 def locked(lock: BaseLock) -> Steps[bool]:

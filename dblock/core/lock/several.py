@@ -151,7 +151,7 @@ class BaseLocks(Operations):
         before = [block.entry for _, block in self._entered()]
         try:
             for lock in locks:
-                store = lock._store()
+                store = lock._place.store()
                 yield from take(lock, None if deadline is None else max(deadline - clock.now(), 0.0))
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
                 hold = lock._surely_held()
@@ -194,7 +194,7 @@ class BaseLocks(Operations):
         found = dict[object, BaseLock]()
         for lock in sorted(self._members, key=_place):
             # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
-            _ = found.setdefault(lock if lock._flow else (lock._store(), lock.key, lock._kind), lock)
+            _ = found.setdefault(lock if lock._flow else (lock._place.store(), lock.key, lock._kind), lock)
         return list(found.values())
 
     def _holds(self) -> list[Hold]:
@@ -226,7 +226,7 @@ def _acquire(lock: BaseLock, timeout: float | None) -> Steps[None]:
 
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:
     """Where a lock comes among others: by its database and key, a reader after a writer."""
-    store = lock._store()
+    store = lock._place.store()
     return str(store.location or store.name), repr(store.database.dialect.tables), lock.key, lock._reading
 
 

@@ -100,7 +100,7 @@ class Observers:
 
         `undo` leaves the entry again, if an interrupt comes when the flow has entered.
         """
-        store = lock._store()
+        store = lock._place.store()
         now = store.database.now
         began, contended, told = now(), False, entry.kind == "attach"  # that fails by an error alone
 
