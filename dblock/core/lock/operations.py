@@ -5,6 +5,8 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+from functools import partial
+
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
@@ -12,7 +14,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.protocol.steps import Execute, Rows, Steps, undone
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
 from dblock.core.values import Grant, LockInfo
@@ -27,12 +29,11 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
+    extending = partial(tenures.extend, database, hold.tenure, ttl, hold.lease.grace)
     try:
-        grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
-    except BaseException as error:
-        hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
-        _ = runtime.current.watchdog.wake()
-        if isinstance(error, LockStoreError) and hold.lease.remaining() <= 0:
+        grant = yield from undone(extending, partial(_renew_for, hold, min(before, ttl)))
+    except LockStoreError as error:
+        if hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
         raise
     if grant is None:
@@ -40,6 +41,12 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
     _ = runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
+
+
+def _renew_for(hold: Hold, ttl: float) -> None:
+    """Renew a lease for `ttl` seconds from now on."""
+    hold.lease.reset(ttl, hold.lease.trusted_until)
+    _ = runtime.current.watchdog.wake()
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
