@@ -98,11 +98,7 @@ class BaseLock:
         if hold.kind != self._kind or hold.reading > self._reading:
             raise failures.must_not_enter(self._key, self._kind, hold)
 
-    # -- what the watchdog and the end of a block ask
-
-    def _defers(self, hold: Hold, *, last: bool) -> bool:
-        """Whether a transaction of the caller keeps the hold; `last`: no other entry is left."""
-        return self._place.defers(self, hold, last=last)
+    # -- what the watchdog asks
 
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
         on_lost = self.options.on_lost

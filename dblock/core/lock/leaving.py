@@ -209,7 +209,7 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     if not in_time:
         runtime.current.watchdog.announce(hold)
     kept, through = hold.open_entries(but=left), left.lock or lock
-    put_off = in_time and (through._defers(hold, last=not kept) or hold.deferred)
+    put_off = in_time and (through._place.defers(through, hold, last=not kept) or hold.deferred)
     hold.leaving = through
     if put_off and not kept:
         hold.entries = kept
