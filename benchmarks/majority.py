@@ -120,7 +120,7 @@ def _ours(opened: ExitStack) -> tuple[Make, list[Any]]:
     engines = [create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{each.port}/postgres") for each in servers]
     for engine in engines:
         create_tables(engine)
-        store = db_lock(engine, "any")._store()
+        store = db_lock(engine, "any")._place.store()
         _ = drive(protocol.standing(store.database, 30, store.database.now() + 5))
         with engine.begin() as connection:  # as if it had been there for long
             connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01'"))

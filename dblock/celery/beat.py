@@ -199,7 +199,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     def _tenure(self) -> tuple[Database, str, int]:
         """Where, and under which fence, the state is read and written; 0, which is none, if the term is over."""
         leader = self._current()
-        return leader._lock._store().database, self._key, leader.term or 0
+        return leader._lock._place.store().database, self._key, leader.term or 0
 
     def _wait(self) -> bool:
         """Whether it is this process's turn."""

@@ -101,7 +101,7 @@ class BaseQuorumLock(BaseLock):
             return
         known = set[object]()
         for lock in self._members:
-            store: Store = lock._store()
+            store: Store = lock._place.store()
             place = store.location or store.name, store.database.dialect.tables
             if place in known:
                 raise ValueError(f"{store.name} is given twice: a majority needs independent databases")
@@ -114,7 +114,7 @@ class BaseQuorumLock(BaseLock):
     @property
     def names(self) -> list[str]:
         """The names of the databases, in the order given."""
-        return [lock._store().name for lock in self._members]
+        return [lock._place.store().name for lock in self._members]
 
     @property
     def valid_for(self) -> float:

@@ -66,7 +66,7 @@ class Member:
     """Whether it could not be asked the last time."""
 
     def __init__(self, number: int, lock: BaseLock, flow: Flow) -> None:
-        self.number, self.flow, self.store = number, flow, lock._store()
+        self.number, self.flow, self.store = number, flow, lock._place.store()
         self.name, self.database, self.site = self.store.name, self.store.database, runtime.current.site(self.store)
         self.lock = copy.copy(lock)
         self.lock._flow = flow

@@ -156,7 +156,7 @@ def busy(
     if isinstance(key, BaseSemaphore):
         lock = key.permit()
         vars(lock)["_wanted"] = key.permits
-    return Busy(lock.key, lock._store(), seconds, label, host, lock=lock)
+    return Busy(lock.key, lock._place.store(), seconds, label, host, lock=lock)
 
 
 def take_away(key: str) -> None:
@@ -232,11 +232,11 @@ def _store(key: str, bind: Any) -> Any:
     if bind is not None and not isinstance(bind, str):
         from sqlalchemy_dblock.kinds import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
 
-        return over_engine(bind, key)._store()
+        return over_engine(bind, key)._place.store()
     try:
         from dblock.kinds import db_lock  # noqa: PLC0415 - needs Django
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
             raise
         raise TypeError("without Django say where: busy(key, engine), or record(engine)") from error
-    return db_lock(key, using=bind)._store()
+    return db_lock(key, using=bind)._place.store()

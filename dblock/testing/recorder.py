@@ -118,7 +118,7 @@ class Recorder:
     # -- looking on
 
     def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Hold | Refused]) -> Steps[Hold | Refused]:
-        attempt, now = Attempt(lock, timeout), lock._store().database.now
+        attempt, now = Attempt(lock, timeout), lock._place.store().database.now
         self.history.append(attempt)
         began = now()
         try:

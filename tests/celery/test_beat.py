@@ -101,7 +101,7 @@ def leave(database: str, fence: int, **entries: tuple[float, int]) -> None:
     """As another beat that was active: it has sent these so many seconds ago, and so often."""
     engine = create_engine(url(database))
     lock = db_lock(engine, "celery-beat:beats")
-    store = lock._store()
+    store = lock._place.store()
     now = datetime.now(UTC)
     runs = {name: ((now - timedelta(seconds=ago)).isoformat(), count) for name, (ago, count) in entries.items()}
     assert drive(states.enter(store.database, lock.key, fence)) is not None

@@ -44,7 +44,7 @@ def text(shell: Shell) -> Iterator[str]:
     heir.start()
     assert until(lambda: bool(shell.run("SELECT 1 FROM lock_waiters")), 10)
     words = f"{FRIENDLY}: {HOSTILE}"
-    assert drive(administration.revoke(lock._store(), KEY, lock.fence, words))
+    assert drive(administration.revoke(lock._place.store(), KEY, lock.fence, words))
     changed = ", ".join(f"{name} = :text" for name in NAMES)
     for table in ("locks", "lock_waiters"):
         shell.run(f"UPDATE {table} SET {changed}", text=stored)

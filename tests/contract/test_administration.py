@@ -36,7 +36,7 @@ class Desk:
     """The administrator of the locks of a subject's database."""
 
     def __init__(self, subject: Subject) -> None:
-        self.store: Any = beside(subject).lock("k")._store()
+        self.store: Any = beside(subject).lock("k")._place.store()
 
     def _do(self, steps: Steps[Any]) -> Any:
         return drive(steps)

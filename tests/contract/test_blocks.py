@@ -554,7 +554,7 @@ def test_a_synchronous_lock_on_an_event_loop(subject: Subject, actor: Actor) -> 
         with pytest.warns(RuntimeWarning):
             lock.acquire()
         waiting = actor.start(holder.acquire)
-        assert until(lambda: bool(runtime.current.site(lock._store()).local_queues.get("k")))
+        assert until(lambda: bool(runtime.current.site(lock._place.store()).local_queues.get("k")))
         with pytest.warns(RuntimeWarning):
             lock.release()
         return waiting

@@ -158,7 +158,7 @@ def test_a_silent_server_keeps_nobody_who_waits(
         while not queued(async_face):  # noqa: ASYNC110 - it looks at the database
             await asyncio.sleep(0.002)
         with monkeypatch.context() as patch:
-            silence(lock._store(), patch)
+            silence(lock._place.store(), patch)
             return await work
 
     assert actor.do(main) < 2.6
@@ -175,7 +175,7 @@ def test_a_silent_server_keeps_nobody_who_enters_again(
     async def main() -> float:
         await acquire()
         with monkeypatch.context() as patch:
-            silence(lock._store(), patch)
+            silence(lock._place.store(), patch)
             seconds = await took(acquire(), 0.05)
         await getattr(lock, async_face.method("release"))()
         return seconds

@@ -43,7 +43,7 @@ def sql(given: str | dict[str, str], database: str) -> str:
 
 def outcome(subject: Subject, actor: Actor, statement: Statement) -> BaseException | None:
     """What comes of it, through the store of that face."""
-    store = subject.lock("k")._store()
+    store = subject.lock("k")._place.store()
     step = Execute(NO_STORE, statement, {"fence": HUGE} if ":fence" in statement.sql else {}, math.inf)
     run = store.aexecute if subject.face == "async" else store.execute
     try:

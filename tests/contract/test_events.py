@@ -55,7 +55,7 @@ def test_a_lock_that_nobody_contends(face: Subject, actor: Actor, told: list[Eve
     assert 0 < released.held < 5
     for event in told:
         assert (event.key, event.fence, event.label, event.sender) == ("k", fence, "tea", type(lock))
-        assert event.database == (ALIASES[face.database] if face.variant == "django" else str(lock._store().name))
+        assert event.database == (ALIASES[face.database] if face.variant == "django" else str(lock._place.store().name))
     assert "@" not in acquired.database
     told.clear()
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
@@ -153,7 +153,7 @@ def test_a_lock_that_is_lost(either: Subject, actor: Actor, told: list[Event], m
     monkeypatch.setattr(BaseStore, "execute", refuse)
     ttl = 3.0  # the last renewal is sent a fifteenth of it before trust ends: an event loop has that long to begin it
     lock = either.lock("k", ttl=ttl, label="tea")
-    if not lock._store().renewable:
+    if not lock._place.store().renewable:
         pytest.skip("nothing is renewed there")
     began = time.monotonic()
     assert actor.call(lock, "acquire")
@@ -173,7 +173,7 @@ def test_a_lock_that_is_lost(either: Subject, actor: Actor, told: list[Event], m
 def test_renewals_and_reaping(either: Subject, actor: Actor, told: list[Event]) -> None:
     """One event for a statement, however many leases or rows it was about."""
     locks = [either.lock(f"k{number}", ttl=20) for number in range(3)]
-    renewable = locks[0]._store().renewable
+    renewable = locks[0]._place.store().renewable
     for lock in locks:
         assert actor.call(lock, "acquire")
     if renewable:

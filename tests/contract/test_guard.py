@@ -515,7 +515,7 @@ def test_a_pin_that_the_database_refuses(
     lock = holder.lock(ttl=30)
     assert holder.call(lock, "acquire")
     for wrong in ("SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"):
-        monkeypatch.setattr(lock._store(), "pin", Statement("pin", wrong, Reply.ROWS))
+        monkeypatch.setattr(lock._place.store(), "pin", Statement("pin", wrong, Reply.ROWS))
         holder.begin(read=False)
         with pytest.raises(LockStoreError) as caught:
             holder.guard(lock)
@@ -676,7 +676,7 @@ def test_a_galera_cluster_is_told_of_once(
     """At the first guard(), which asks; a server that is no node of one says so itself, and nothing is logged."""
     holder = client(kind)
     lock = holder.lock(ttl=30)
-    store: Any = lock._store()
+    store: Any = lock._place.store()
     execute, asked = store.execute, []
 
     def answer(step: Execute) -> Rows:

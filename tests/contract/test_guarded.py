@@ -254,7 +254,7 @@ class Loss:
             self.got_in = self._rival.gets_in()
             return
         if self.how == "release by force":
-            store = self.theirs._store()
+            store = self.theirs._place.store()
             assert drive(administration.force_release(store, "k", fence, "root: enough"))
         else:
             end_lease(self.database)

@@ -134,7 +134,7 @@ def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor) -> None:
     lost = sync_protocol.lock("k", ttl=30)
     actor.call(lost, "acquire")
     expire(sync_protocol)
-    store = lost._store()
+    store = lost._place.store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))
     renew()
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
@@ -243,7 +243,7 @@ def test_it_keeps_no_lock_from_working(
     """What cannot be written is dropped, and the log says why."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        yield Sleep(protocol.lock("k")._store(), 0)
+        yield Sleep(protocol.lock("k")._place.store(), 0)
         raise LockStoreError("no such table")
 
     with monkeypatch.context() as patched:

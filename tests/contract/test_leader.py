@@ -66,7 +66,7 @@ def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
 
 def administered(subject: Subject, actor: Actor, leader: Any, what: Callable[..., Any]) -> Any:
     """What an operator does to the row of the leader."""
-    store = leader._lock._store()
+    store = leader._lock._place.store()
     steps = what(store, KEY, subject.row(KEY)["fence"], "root: maintenance")
     return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps))
 
@@ -139,7 +139,7 @@ def test_candidates_are_elected_in_their_order(
 
 
 def lined_up(subject: Subject) -> int:
-    found = runtime.current.site(subject.lock(KEY)._store()).local_queues.get(KEY)
+    found = runtime.current.site(subject.lock(KEY)._place.store()).local_queues.get(KEY)
     return 0 if found is None else len(found._waiters)
 
 

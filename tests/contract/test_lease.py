@@ -123,7 +123,7 @@ def test_late_renewals_are_a_risk_until_one_succeeds(
     """on_at_risk is called, the lock can still be relied on, and afterwards it is held again."""
     risks, losses = Witness(), Witness()
     lock = either.lock("k", ttl=1.2, on_at_risk=risks, on_lost=losses)
-    store, failing = lock._store(), threading.Event()
+    store, failing = lock._place.store(), threading.Event()
     execute, failed = store.execute, threading.Event()
     failing.set()
 
@@ -541,14 +541,14 @@ def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: A
     """It was cut off and sent again; by the time the first one arrives the bearer has attached."""
     lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
-    tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
+    tenure = actor.do(lambda: current_flow().holds[lock._place.store(), "k"].tenure)
     token = actor.call(lock, "detach")
     late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
     taken = other.do(partial(either.api, "attach", token))
     drive = lock._drive if either.face == "sync" else lock._adrive
 
     def sent() -> Steps[Rows]:
-        rows: Rows = yield Execute(lock._store(), either.protocol.dialect.detach, late)
+        rows: Rows = yield Execute(lock._place.store(), either.protocol.dialect.detach, late)
         return rows
 
     assert actor.do(lambda: drive(sent())) == []

@@ -123,7 +123,7 @@ def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors:
     assert waits.result(30) is True
     patient.call(lock, "release")
     assert either.row("k")["owner"] is None
-    assert not runtime.current.site(either.lock("k")._store()).local_queues
+    assert not runtime.current.site(either.lock("k")._place.store()).local_queues
 
 
 @pytest.mark.usefixtures("hopeful")

@@ -281,7 +281,7 @@ def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None
         for number in (fence, fence - 1, fence + 1)
         if (key, name, number) != ("k", owner, fence)
     ]
-    before, database = protocol.row("k"), lock._store().database
+    before, database = protocol.row("k"), lock._place.store().database
 
     def attack(steps: Any) -> Any:
         return actor.do(lambda: (drive if protocol.face == "sync" else adrive)(steps))
@@ -612,7 +612,7 @@ def test_a_first_try_on_a_busy_machine(
     """A try that has to open the first connection of its process has an answer, also if others have the key."""
     timed(monkeypatch, single_try=SHORT)
     lock = subject.lock("k")
-    store = lock._store()
+    store = lock._place.store()
     open_at_once = store._source.open
 
     def first(actor: Actor) -> bool:

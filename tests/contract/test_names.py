@@ -176,7 +176,7 @@ def test_every_statement_is_about_them(place: Place) -> None:
 def test_states_are_under_that_name_too(place: Place) -> None:
     """Made by who enters one, or by hand from what `dblock schema --states` prints."""
     metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
-    store = db_lock(place.engine, "k")._store()
+    store = db_lock(place.engine, "k")._place.store()
     enter = partial(states.enter, store.database, "k")
     assert drive(enter(7)) == ("", 0)
     assert drive(states.write(store.database, "k", 7, 1, "told"))

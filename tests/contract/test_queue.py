@@ -50,7 +50,7 @@ def lined_up(subject: Subject) -> int:
 
 def labels_in_line(subject: Subject) -> list[str]:
     """Their labels."""
-    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
+    local_queue = runtime.current.site(subject.lock("k")._place.store()).local_queues.get("k")
     return [] if local_queue is None else [waiter.request.label for waiter in list(local_queue._waiters)]
 
 
@@ -230,7 +230,7 @@ def test_an_heir_with_other_options_asks_first(
 def begins_on_its_place(
     protocol: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not protocol.lock("k")._store().renewable:
+    if not protocol.lock("k")._place.store().renewable:
         pytest.skip("nobody keeps its place")
     timed(monkeypatch, waiter_ttl=1.2)
     holder = protocol.lock("k")
@@ -257,7 +257,7 @@ def test_an_heir_that_is_notified_needs_no_statement(
     face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
-    if POOLER or not (face.database == "postgresql" and face.lock("k")._store().renewable):
+    if POOLER or not (face.database == "postgresql" and face.lock("k")._place.store().renewable):
         pytest.skip("nobody notifies it")
     timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
     sent = listen_in(face, monkeypatch)
@@ -325,7 +325,7 @@ def test_no_herd_when_a_lease_ends(
 def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """The statements that the subject has sent from now on, each with the owner token that it names."""
     sent = list[tuple[str, Any]]()
-    store = type(subject.lock("k")._store())
+    store = type(subject.lock("k")._place.store())
     execute: Callable[[Any, Execute], Rows] = store.execute
 
     def executing(self: Any, step: Execute) -> Rows:

@@ -370,12 +370,12 @@ def test_two_of_three_whose_rows_somebody_has_locked(place: Place) -> None:
             with pytest.raises(QuorumUnavailable, match="fewer than 2 of 3 databases can be asked") as few:
                 actor.call(place.lock(), "acquire", timeout=timeout)
             assert sum("somebody's transaction" in answer for answer in few.value.answers.values()) == 2
-        assert [the_asks().is_silent(each._store()) for each in lock._members] == [False, True, True]
+        assert [the_asks().is_silent(each._place.store()) for each in lock._members] == [False, True, True]
 
     def recovers() -> bool:
         assert actor.call(lock, "acquire", timeout=3)
         actor.call(lock, "release")
-        return not any(the_asks().is_silent(each._store()) for each in lock._members)
+        return not any(the_asks().is_silent(each._place.store()) for each in lock._members)
 
     assert until(recovers, 5)
 
@@ -463,7 +463,7 @@ def test_it_is_asked_back_in_one_of_the_databases(place: Place) -> None:
     lock = place.lock(ttl=1.5, on_revoke=lambda *given: told.append(given))
     assert actor.call(lock, "acquire") is True
     for database in ("postgresql", "mariadb"):
-        store = sqlalchemy_dblock.db_lock(engine("sync", database), "k")._store()
+        store = sqlalchemy_dblock.db_lock(engine("sync", database), "k")._place.store()
         assert drive(administration.revoke(store, "k", actor.get(lock, "fence"), "root: deploying"))
     assert until(lambda: told, 3)
     assert actor.get(lock, "revoked") == "root: deploying"

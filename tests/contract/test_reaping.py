@@ -106,7 +106,7 @@ def test_a_process_that_takes_locks_reaps_now_and_then(
     actor.within(own.lock("of late"), lambda: None)
     assert taking(actor, own, lambda: not old(protocol))
     assert protocol.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
-    on_loop = own.lock("k")._store().asynchronous
+    on_loop = own.lock("k")._place.store().asynchronous
     assert tasks == {on_loop}
     assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock housekeeping", True)}
 
@@ -143,7 +143,7 @@ def test_it_is_off_unless_asked_for(
 
     monkeypatch.setattr(watchdog, "_look_at_all", noted)
     assert taking(actor, own, lambda: len(looks) > 2)
-    assert own.lock("k")._store() not in watchdog._reap_at
+    assert own.lock("k")._place.store() not in watchdog._reap_at
     assert not reapers()
     assert old(either)
 

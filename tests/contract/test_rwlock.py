@@ -474,7 +474,7 @@ def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> 
     waiting = two.begin(write, "acquire")
     time.sleep(0.2)
     info = one.call(read, "inspect")
-    store = protocol.lock("k")._store()
+    store = protocol.lock("k")._place.store()
     play = drive if protocol.face == "sync" else adrive
     assert one.do(lambda: play(administration.force_release(store, info.key, info.fence, "enough")))
     assert waiting.result(30) is True
@@ -617,7 +617,7 @@ def test_a_writer_that_loses_the_door_begins_again(
     assert reader.call(read, "acquire")
     if loses == "before it looks":
         reader.call(read, "release")
-    store: Any = write._store()
+    store: Any = write._place.store()
     name = "aexecute" if protocol.face == "async" else "execute"
     execute, sent = getattr(store, name), list[str]()
 

@@ -441,7 +441,7 @@ class Through:
 
     def __init__(self, subject: Configured, actor: Actor) -> None:
         self.error: BaseException | None = None
-        self._store: Any = subject.lock("k")._store()
+        self._store: Any = subject.lock("k")._place.store()
         self._run = self._store.aexecute if subject.face == "async" else self._store.execute
         self._actor = actor
 
@@ -498,7 +498,7 @@ def every_statement(
         patch.setattr(laboratory, "_ours", Through(subject, actor))
         wrong = {str(case): found for case in cases if (found := laboratory.differences(case))}
     assert wrong == {}
-    store: Any = subject.lock("k")._store()
+    store: Any = subject.lock("k")._place.store()
     enter, write = states.enter(store.database, "k", 7), states.write(store.database, "k", 7, 1, "told")
     assert done(subject, actor, enter) is not None
     assert done(subject, actor, write)
@@ -585,7 +585,7 @@ def a_lock_lives(subject: Configured, actors: Callable[[], Actor]) -> None:
     assert waiting.result(30) is True
     assert column(subject, "fence") > fence
 
-    store: Any = subject.lock("k")._store()
+    store: Any = subject.lock("k")._place.store()
     fence = column(subject, "fence")
     assert done(subject, holder, administration.revoke(store, "k", fence, "root: please"))
     assert done(subject, holder, administration.force_release(store, "k", fence, "root: now"))

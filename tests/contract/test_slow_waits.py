@@ -36,7 +36,7 @@ def test_who_waits_long_is_named_and_for_whom(
     [line] = lines(caplog)
     assert '"checkout" has been waiting' in line
     assert "for 'k': " in line
-    assert ('of this process holds it as "import"' in line) == holder._store().renewable
+    assert ('of this process holds it as "import"' in line) == holder._place.store().renewable
     assert "import" in line
     [record] = [record for record in caplog.records if record.getMessage() == line]
     assert (record.levelno, record.name) == (logging.WARNING, "dblock")
@@ -78,7 +78,7 @@ def test_short_waits_are_not_logged(
 def test_it_costs_no_statement(either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiter whose wait is logged sends what one does whose wait is not."""
     lock = either.lock("k")
-    store: Any = lock._store()
+    store: Any = lock._place.store()
     execute, sent = store.execute, list[tuple[int, str]]()
 
     def count(step: Execute) -> Any:

@@ -27,7 +27,7 @@ class States:
     """The functions of `states`, over one subject's database."""
 
     def __init__(self, subject: Subject) -> None:
-        self.store = subject.lock("k")._store()
+        self.store = subject.lock("k")._place.store()
         self.database = self.store.database
         self.number = 0
 
@@ -160,7 +160,7 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
         database=address.database,
     )
     engine = create_engine("mysql+pymysql://", creator=connect)
-    store = db_lock(engine, "k")._store()
+    store = db_lock(engine, "k")._place.store()
     assert drive(states.enter(store.database, "k", 7)) == ("", 0)
     for number in (1, 1, 2):
         assert drive(states.write(store.database, "k", 7, number, "same"))

@@ -115,7 +115,7 @@ def everything(engine: Engine, monkeypatch: pytest.MonkeyPatch, told: Callable[[
         assert until(lambda: db_lock(engine, "report:1").state == "lost", 10)
     reap(engine, retention=0)
     observers: Any = runtime.current.watchdog.observers
-    store = db_lock(engine, "stock:1")._store()
+    store = db_lock(engine, "stock:1")._place.store()
     observers.tell(store, Event(Kind.FORCED, store.name, key="stock:1"))
 
 
@@ -182,7 +182,7 @@ def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, regi
     """Either face, sync and async."""
     actor.within(subject.lock("stock:1"), lambda: None)
     values = scrape(registry)
-    database = subject.lock("stock:1")._store().name
+    database = subject.lock("stock:1")._place.store().name
     for name in ("dblock_wait_seconds_count", "dblock_hold_seconds_count"):
         assert total(values, name, group="stock", database=database) == 1
 

@@ -619,7 +619,7 @@ FAR = [
 
 def crowded(wire: Wire, actors: list[Actor]) -> Any:
     """The pool of the lock's connections, several of which are idle."""
-    pool = wire.subject.lock("k")._store()._source
+    pool = wire.subject.lock("k")._place.store()._source
 
     def burst() -> bool:
         locks = [wire.subject.lock(f"other {n}") for n, _ in enumerate(actors)]

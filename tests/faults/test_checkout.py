@@ -90,7 +90,7 @@ class Shop:
     def free(self, sku: str) -> None:
         """End the tenure of whoever holds the item, as an administrator does."""
         [fence] = self.ask("SELECT fence FROM locks WHERE lock_key = :key", key=f"stock:{sku}")
-        store = db_lock(self.engine, "any")._store()
+        store = db_lock(self.engine, "any")._place.store()
         assert drive(force_release(store, f"stock:{sku}", fence, "the test"))
 
 

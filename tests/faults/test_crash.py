@@ -120,7 +120,7 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         metadata.create_all(engine)
         lock = db_lock(engine, "k", ttl=600)
         lock.acquire()
-        store = lock._store()
+        store = lock._place.store()
         now = store.database.now
 
         def crash(statement: str) -> Any:
@@ -173,7 +173,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
         metadata.create_all(engine)
         lock, other = db_lock(engine, "k", ttl=4.5, renew=False), db_lock(engine, "k", timeout=10)
         with lock:
-            store, hold = lock._store(), lock._hold()
+            store, hold = lock._place.store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
             joined = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))
@@ -211,7 +211,7 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
         lock, heir = db_lock(engine, "k", ttl=3), db_lock(engine, "k", ttl=3, timeout=20)
         other = db_lock(engine, "k", timeout=10)
         lock.acquire()
-        store, owner, fence = lock._store(), lock.owner, lock.fence
+        store, owner, fence = lock._place.store(), lock.owner, lock.fence
         waiting = pool.submit(heir.acquire)
         assert until(lambda: runtime.current.site(store).local_queues.get("k"))
         lock.release()
@@ -247,7 +247,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
         )
         with db_lock(engine, "k", renew=False) as lock, listening:
             listening.execute(f"LISTEN {there}")
-            store, hold = lock._store(), lock._hold()
+            store, hold = lock._place.store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
             _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))

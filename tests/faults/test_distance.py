@@ -35,7 +35,7 @@ def far(request: pytest.FixtureRequest, wire: Wire) -> Iterator[float]:
     lock = wire.subject.lock("warm", timeout=20)
     for delay in (0.0, distance):
         wire.proxy.delay = delay
-        object.__setattr__(lock._store().database, "latency", Latency())  # which is the shortest of seconds
+        object.__setattr__(lock._place.store().database, "latency", Latency())  # which is the shortest of seconds
         assert wire.actor.call(lock, "acquire")
         wire.actor.call(lock, "release")
     yield distance

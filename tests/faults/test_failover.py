@@ -48,7 +48,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
             lock.acquire()
         holds = {key: hold_of(lock) for key, lock in {**lost, "known": known}.items()}
         pair.promote()
-        store = db_lock(new, "k")._store()
+        store = db_lock(new, "k")._place.store()
         database = store.database
 
         def wait(key: str) -> tuple[float, int]:
@@ -276,7 +276,7 @@ def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest,
     engines = [create_engine(url(database)) for _ in "ab"]
     held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
     held.acquire()
-    read = other._store().database.epoch
+    read = other._place.store().database.epoch
     with ThreadPoolExecutor(1) as pool:
         if how == "waits":
             waiting = pool.submit(other.acquire, timeout=30)

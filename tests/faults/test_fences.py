@@ -150,13 +150,13 @@ def test_what_an_earlier_tenure_said_has_no_effect_on_the_next(subject: Subject)
     assert lock.acquire()
     before = subject.row("k")
     for each in old:
-        assert attempts(lock._store(), each.tenure) == NOTHING
+        assert attempts(lock._place.store(), each.tenure) == NOTHING
     assert subject.row("k") == before
     assert lock.verify()
     lock.release()
     freed = subject.row("k")
     for each in [*old, hold]:
-        assert attempts(lock._store(), each.tenure) == NOTHING
+        assert attempts(lock._place.store(), each.tenure) == NOTHING
     assert subject.row("k") == freed
 
 
@@ -176,10 +176,10 @@ def test_wrong_names_have_no_effect(subject: Subject) -> None:
     ]
     for each in forged:
         if each not in {tenure, stranger}:  # an owner of digits alone has no upper case
-            assert attempts(lock._store(), each) == NOTHING, each
+            assert attempts(lock._place.store(), each) == NOTHING, each
     assert (subject.row("k"), subject.row("K")) == before
     mixed = [(each, 900.0) for each in forged] + [(tenure, 90.0)]
-    drive(tenures.renew(lock._store().database, mixed, now() + 5))
+    drive(tenures.renew(lock._place.store().database, mixed, now() + 5))
     assert subject.row("k")["expires_at"] > before[0]["expires_at"]
     assert {**subject.row("k"), "expires_at": 0} == {**before[0], "expires_at": 0}
     assert subject.row("K") == before[1]
@@ -193,7 +193,7 @@ def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
     """Of several tenures of one key it names the living one alone."""
     lock = subject.lock("k", ttl=60)
     assert lock.acquire()
-    tenure, store = hold_of(lock).tenure, lock._store()
+    tenure, store = hold_of(lock).tenure, lock._place.store()
     old = tenure._replace(owner="somebody's", fence=tenure.fence - 1)
     _, living = drive(tenures.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5))
     assert living == {tenure: None}

@@ -99,7 +99,7 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
         await stage.within(stage.lock(key, foreign=foreign, timeout=TTL + 1), nothing)
 
     def waits() -> bool:
-        local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.get(key)
+        local_queue = runtime.current.site(stage.lock(key)._place.store()).local_queues.get(key)
         return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
             local_queue is not None and any(waiter.stage is lines_of.Stage.WAITING for waiter in local_queue._waiters)
         )

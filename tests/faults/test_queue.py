@@ -140,7 +140,7 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    services = runtime.current.waiter_services(lock._store())
+    services = runtime.current.waiter_services(lock._place.store())
     assert isinstance(services, ProcessServices)
     listener = services._listener
     assert until(lambda: listener is None or listener.ready or listener._unavailable)  # and everybody polls once

@@ -103,7 +103,7 @@ def five(servers: list[Member]) -> Iterator[list[Engine]]:
     for each in servers:
         each.run("DELETE FROM locks")
         each.run("DELETE FROM lock_waiters")
-        store = db_lock(each.direct, "any")._store()
+        store = db_lock(each.direct, "any")._place.store()
         _ = drive(protocol.standing(store.database, TTL, store.database.now() + 5))
         each.run(f"UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = '{SERVER}'")
     yield [each.engine for each in servers]

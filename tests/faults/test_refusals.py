@@ -159,7 +159,7 @@ def held(make: Callable[[], Exception]) -> list[str]:
 
 def say(subject: Subject, lock: Any, name: str) -> Any:
     """Let the holder of a lock send the statement `name`."""
-    store = lock._store()
+    store = lock._place.store()
     patience = store.database.timing.retry_budget
     if name == "alive":  # a renewal finds that one of two is over
         hold = hold_of(lock)
@@ -261,7 +261,7 @@ WAITING = ["join", "announce", "queue_status", "grant", "accept", "leave_queue",
 
 def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     """Let a flow wait for the key that `lock` holds, and get it; `name` is the statement that this is about."""
-    database, store = lock._store().database, lock._store()
+    database, store = lock._place.store().database, lock._place.store()
     site, owner, later = (
         runtime.current.site(store),
         current_flow().name + "0",

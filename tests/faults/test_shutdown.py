@@ -159,7 +159,7 @@ from dblock.core.statements.base import Reply, Statement
 def fork(*_):
     os.fork()
 
-store = lock._store()
+store = lock._place.store()
 sleeping = send(store.database, Statement("sleep", "SELECT SEVEN", Reply.ROWS), {}, store.database.now() + 5)
 signal.signal(signal.SIGALRM, fork)
 signal.setitimer(signal.ITIMER_REAL, 0.3)

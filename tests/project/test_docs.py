@@ -304,7 +304,7 @@ from sqlalchemy_dblock import create_tables, db_lock
 one, two, three = engines = [create_engine(f"sqlite:///{{number}}.sqlite3") for number in range(3)]
 for engine in engines:  # which have been there for long
     create_tables(engine)
-    store = db_lock(engine, "any")._store()
+    store = db_lock(engine, "any")._place.store()
     drive(protocol.standing(store.database, 30, store.database.now() + 5))
     with engine.begin() as connection:
         connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01 00:00:00'"))

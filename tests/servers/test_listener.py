@@ -150,7 +150,7 @@ def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) 
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {THERE}")
         with subject.lock("k", renew=False) as lock:
-            store, hold = lock._store(), lock._hold()
+            store, hold = lock._place.store(), lock._hold()
             _ = drive(queue.join(store.database, asked, store.database.now() + 5))
             assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here")) is not None
             hold.grant.handed_over = True
@@ -203,7 +203,7 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
     """A listener looks before it sleeps, and tells each waiter once; nobody finds it when it has ended."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
-    store, wakeups, channel = subject.lock("k")._store(), Wakeups(), f"dblock_test_{secrets.token_hex(4)}"
+    store, wakeups, channel = subject.lock("k")._place.store(), Wakeups(), f"dblock_test_{secrets.token_hex(4)}"
     wakeup = Wakeup(store.database)
     with subject.lock("k"):
         subject.run(
@@ -298,7 +298,7 @@ def test_a_bell_that_cannot_be_rung(
     """It is not relied on: a proxy leads KILL QUERY to another server, say."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
-    store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
+    store, channel = subject.lock("k")._place.store(), f"dblock_test_{secrets.token_hex(4)}"
 
     def nobody(*_: object) -> None:
         raise LockStoreError("1094")
@@ -314,7 +314,7 @@ def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
     to them in the end."""
     ready(request, database)
     subject, wakeups = Subject("sqlalchemy", "sync", database), Wakeups()
-    store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
+    store, channel = subject.lock("k")._place.store(), f"dblock_test_{secrets.token_hex(4)}"
     elsewhere = Wakeup("another engine")
     wakeups.register("k", 1, elsewhere)
     first, second = (store.subscribe(channel, wakeups) for _ in range(2))
@@ -492,7 +492,7 @@ def test_a_process_that_is_told_not_to_listen_polls(
     timed(monkeypatch, listen_after=0.0)
     subject = Subject(variant, "sync", server)
     subject.__dict__["engine"] = create_engine(url(server), execution_options={"dblock_listen": False})
-    store = subject.lock("k")._store()
+    store = subject.lock("k")._place.store()
     vars(store).pop("_waiter_services", None)
     actor = Actor(subject)
     ears = EARS[server]
@@ -556,7 +556,7 @@ def test_a_listener_outlives_what_it_cannot_read(encoded: Callable[[str], str], 
     texts = [text for text in (*ENCODINGS[encoding], "the end") if not (driver == "asyncpg" and text.startswith("E'"))]
 
     def hear(sender: psycopg.Connection[Any]) -> list[str]:
-        subscription = db_lock(engine, "k")._store().subscribe(channel, Wakeups())
+        subscription = db_lock(engine, "k")._place.store().subscribe(channel, Wakeups())
         assert subscription is not None
         heard = list[str]()
         try:

@@ -67,7 +67,7 @@ def test_a_process_that_turns_quiet_keeps_one_session(
         return {session for (session,) in run(subject.database, SESSIONS[subject.database])}
 
     actors = [Actor(subject) for _ in range(CROWD)]
-    source = subject.lock("k")._store()._source
+    source = subject.lock("k")._place.store()._source
     actors[0].do(
         subject.engine.dispose if subject.face == "async" and subject.variant != "django" else source.close_all
     )
@@ -100,7 +100,7 @@ def test_a_session_that_takes_no_writes_is_left(request: pytest.FixtureRequest, 
     lock = subject.lock("k", timeout=10)
     with lock:
         pass
-    pool = lock._store()._source
+    pool = lock._place.store()._source
     [idle] = pool._idle
     read_only = {"postgresql": "SET default_transaction_read_only = on"}
     idle.raw.cursor().execute(read_only.get(database, "SET SESSION TRANSACTION READ ONLY"))
@@ -116,7 +116,7 @@ def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypat
     timed(monkeypatch, idle_session=0.3, trusted_idle=0.3, attention=0.5, linger=0.5)
     run("postgresql", STRANGER["postgresql"])
     subject = Subject("sqlalchemy", "sync", "postgresql")
-    actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._store()._source
+    actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._place.store()._source
 
     def burst() -> bool:
         tries = [actor.start(partial(subject.lock("k").acquire, blocking=False)) for actor in actors]
@@ -199,7 +199,7 @@ def test_the_kernel_watches_idle_connections(request: pytest.FixtureRequest, sub
     ready(request, subject.database)
     actor, lock = Actor(subject), subject.lock("k", timeout=20)
     actor.within(lock)
-    [connection, *_] = lock._store()._source._idle
+    [connection, *_] = lock._place.store()._source._idle
 
     def options() -> dict[str, int]:
         with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
@@ -244,7 +244,7 @@ def test_a_message_that_comes_with_an_answer_is_heard(request: pytest.FixtureReq
     """A listener that asks whether the server is still there misses no message meanwhile."""
     ready(request, "postgresql")
     engine: Any = create_async_engine(url("postgresql", driver)) if driver else create_engine(url("postgresql"))
-    store = db_lock(engine, "k")._store()
+    store = db_lock(engine, "k")._place.store()
 
     def listen() -> None:
         subscription = store.subscribe("dblock_test", Wakeups())

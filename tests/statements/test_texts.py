@@ -207,7 +207,7 @@ def _with(statement: Statement, sql: str) -> Statement:
 
 def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> None:
     """Each statement is executed with texts as all of its texts; none is refused, and another's lock stays."""
-    store = actor.do(lambda: subject.lock("witness")._store())
+    store = actor.do(subject.lock("witness")._place.store)
     run_one = store.execute if subject.face == "sync" else store.aexecute
     witness = _parameters("witness", "someone")
     dialect = store.database.dialect
@@ -230,7 +230,7 @@ def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> Non
 
 def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor) -> None:
     """As key, owner, and whatever else: what comes back is what was given, and lists of them find their rows."""
-    store = actor.do(lambda: subject.lock("witness")._store())
+    store = actor.do(subject.lock("witness")._place.store)
     run_one = store.execute if subject.face == "sync" else store.aexecute
     dialect = store.database.dialect
 

@@ -221,7 +221,7 @@ def keeper_rests(keeper: Any) -> bool:
 
 def hold_of(lock: Any) -> Hold:
     """The hold of the flow that asks."""
-    return current_flow().holds[lock._store(), lock.key]
+    return current_flow().holds[lock._place.store(), lock.key]
 
 
 def renews(hold: Hold, *, soon: bool = True, within: float = 5) -> bool:

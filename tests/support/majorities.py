@@ -20,7 +20,7 @@ LAST = INNODB[-1]
 def count(*databases: str) -> None:
     """Let databases count at once, as if they had been there for long."""
     for database in databases:
-        store = _subject("sync", database).lock("any")._store()
+        store = _subject("sync", database).lock("any")._place.store()
         _ = drive(protocol.standing(store.database, 1.0, store.database.now() + 5))
         run(database, "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key", key=SERVER)
 

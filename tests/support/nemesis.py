@@ -792,7 +792,7 @@ def forced(world: World, chance: random.Random) -> None:
         )
         if found:
             key, fence = chance.choice(found)
-            store = db_lock(member.engine, "any")._store()
+            store = db_lock(member.engine, "any")._place.store()
             with contextlib.suppress(DBAPIError, LockError):
                 _ = drive(force_release(store, key, fence, "the nemesis"))
             name = f"{member.database}/{key.split(SHARE)[0]}"

@@ -218,7 +218,7 @@ class Stage:
             engine = create_engine(each)
             self._observers.append(engine)
             sqlalchemy_dblock.create_tables(engine)
-            store = sqlalchemy_dblock.db_lock(engine, "any")._store()
+            store = sqlalchemy_dblock.db_lock(engine, "any")._place.store()
             _ = drive(protocol.standing(store.database, 2.0, store.database.now() + 5))
             with engine.begin() as connection:
                 old = "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key"

@@ -132,11 +132,7 @@ def pass_on(site: Site, held: Grant) -> Steps[bool]:
     was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
     """
     if SHARE in held.tenure.key:
-        return leave_share(site, held)
-    return _pass_on(site, held)
-
-
-def _pass_on(site: Site, held: Grant) -> Steps[bool]:
+        return (yield from leave_share(site, held))
     passed, heir, owner = Passed.REFUSED, None, ""
     try:
         local_queue = site.local_queues.get(held.tenure.key)

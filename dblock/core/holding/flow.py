@@ -222,6 +222,7 @@ class HoldObserver(Protocol):
     forked_from: int | None
     """The parent process, if it held this very object when it forked this process."""
     _majority: str
+    _place: Any
 
     def _interrupt_body(self, hold: Hold, /) -> None:
         """End the body under the lost hold. The watching thread calls it, so it waits for nothing.
@@ -235,10 +236,6 @@ class HoldObserver(Protocol):
     def _who_hears_of_risk(self) -> list[Callable[[], object]]: ...
 
     def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
-
-    def _defers(self, hold: Hold, /, *, last: bool) -> bool:
-        """Whether a transaction of the caller keeps the hold, and releases it when it ends."""
-        ...
 
 
 class Entry:
@@ -342,7 +339,7 @@ class Hold:
     @property
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
-        return any(transaction() is not None for transaction in self.kept_by)
+        return bool(self.kept_by) and any(transaction() is not None for transaction in self.kept_by)
 
     def exchange(self, grant: Grant) -> Grant:
         """Hold another tenure, a reader's, in place of its own, which is returned, and is to be released."""

@@ -26,7 +26,6 @@ from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Cancel, Steps
-from dblock.core.protocol.store import Store
 from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
@@ -99,15 +98,7 @@ class BaseLock:
         if hold.kind != self._kind or hold.reading > self._reading:
             raise failures.must_not_enter(self._key, self._kind, hold)
 
-    def _store(self) -> Store:
-        """The database of its row."""
-        return self._place.store()
-
-    # -- what the watchdog and the end of a block ask
-
-    def _defers(self, hold: Hold, *, last: bool) -> bool:
-        """Whether a transaction of the caller keeps the hold; `last`: no other entry is left."""
-        return self._place.defers(self, hold, last=last)
+    # -- what the watchdog asks
 
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
         on_lost = self.options.on_lost

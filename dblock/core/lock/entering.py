@@ -26,7 +26,7 @@ from dblock.core.lock.leaving import _release
 from dblock.core.lock.refusals import timed_out, waits_for_itself
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Steps, sleep
+from dblock.core.protocol.steps import Steps, sleep, undone_after
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
@@ -63,7 +63,7 @@ def _begin_granted(
 ) -> Steps[Hold | Refused]:
     """Hold what has been taken."""
     yield from ()
-    return begin_hold(lock, flow, granted, entry, None, store=lock._store())
+    return begin_hold(lock, flow, granted, entry, None, store=lock._place.store())
 
 
 def _acquire(
@@ -75,7 +75,7 @@ def _acquire(
 ) -> Steps[Hold | Refused]:
     if lock.forked_from is not None:
         raise lock._forked()
-    store, ttl = lock._store(), lock._ttl
+    store, ttl = lock._place.store(), lock._ttl
     database, resource = store.database, (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
@@ -221,27 +221,30 @@ def attach(lock: L, token: Token) -> Steps[L]:
 
 
 def _attach(lock: BaseLock, token: Token, entry: Entry, _contended: object = None) -> Steps[Hold]:
-    store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
+    store, flow, tenure = lock._place.store(), lock._running_flow(), token.tenure
     database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
     request = request_of(lock, store, flow, lock._ttl)
     owner = request.new_owner()
     found: Grant | Loss | None = None
-    try:
+
+    def begin() -> Steps[Hold]:
+        nonlocal found
         found = yield from tenures.attach(database, tenure, owner, request.parameters(tenure.owner))
         if isinstance(found, Loss):
-            raise lock._lost_tenure(tenure.fence, found)  # noqa: TRY301 - nothing to undo
+            raise lock._lost_tenure(tenure.fence, found)
         known = flow.holds.get(resource)
         if known is not None:
             _ = known.lease.lose(Loss(Reason.EXPIRED))
-        hold = begin_hold(lock, flow, found, entry, known, store=store)
-    except GeneratorExit:
-        raise
-    except BaseException as error:  # interrupted, or it cannot be renewed
+        return begin_hold(lock, flow, found, entry, known, store=store)
+
+    def undo(error: BaseException) -> Steps[None] | None:
         begun = flow.holds.get(resource)
         refused = isinstance(error, LockError) and not isinstance(found, Grant)
-        if not refused and (begun is None or begun.tenure.owner != owner):
-            yield from handover.undo_take(site, tenure.key, owner)
-        raise
+        if refused or (begun is not None and begun.tenure.owner == owner):
+            return None
+        return handover.undo_take(site, tenure.key, owner)  # interrupted, or it cannot be renewed
+
+    hold = yield from undone_after(begin, undo)
     if hold.lease.remaining() <= 0:  # the answer came too late
         forget(hold)
         hold.entries = []

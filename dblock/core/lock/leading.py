@@ -254,7 +254,7 @@ class BaseLeader:
             if (hold := candidacy.lock._hold_here()) is not None:
                 candidacy.lock._interrupt_body(hold)
         while candidacy.is_driven(elsewhere=True):
-            yield from wait(self._lock._store(), timing.DEFAULT.local_poll, Wakeup())
+            yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
             yield from candidacy.end(again=True)
 
@@ -275,7 +275,7 @@ class BaseLeader:
         """The present term; if one is known, the next one that is another."""
         while True:
             if known is not None:
-                yield from wait(self._lock._store(), every, Wakeup())
+                yield from wait(self._lock._place.store(), every, Wakeup())
             leader = yield from self._who_leads()
             term = Term(None if leader is None else leader.fence, leader)
             if known is None or term.number != known.number:
@@ -290,7 +290,7 @@ class BaseLeader:
             hold: Any = yield from self._elect(candidacy, None)
         except LockStoreError as away:
             warn("cannot campaign for %r, and will try again: %s", self.name, away)
-            yield from wait(self._lock._store(), timing.DEFAULT.attention, Wakeup())
+            yield from wait(self._lock._place.store(), timing.DEFAULT.attention, Wakeup())
             return False
         except LockError:
             if self._stopped:

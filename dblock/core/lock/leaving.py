@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockStoreError, Reason, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, Loss, Reason, StoreBusy
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import ending, find_out, forget, freed, site_of, take_out
@@ -36,18 +36,9 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     if lock.forked_from is not None:
         raise lock._forked()
     block = block or _innermost(lock)
-    try:
-        yield from release(lock) if block is None else _leave_block(lock, block)
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException:  # interrupted: a block is left once
-        if block is not None and block.entry in block.hold.entries:
-            with contextlib.suppress(LockError):
-                yield from _release(lock, block.hold, block.entry)
-        raise
-    finally:
-        if block is not None:
-            lock._blocks = [each for each in lock._blocks if each.entry is not block.entry]
+    if block is None:
+        return release(lock)
+    return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
 def end_block(lock: BaseLock, opened: list[Block] | None) -> Steps[None]:
@@ -96,19 +87,10 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
         inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
         why = f"{lock._key!r} cannot be detached while {inside}: the token hands over all of it, to one bearer"
         raise LockError(why, key=lock._key)
-    watchdog, database = runtime.current.watchdog, hold.store.database
     token = _token(hold, secret)
     life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
     hold.secret = secret
-    try:
-        if not watchdog.discard(hold):  # release_all() was faster
-            raise lock._lost(hold)  # noqa: TRY301 - an interrupt may come before
-        detached = yield from tenures.detach(database, hold.tenure, secret, life)
-        loss = None if detached else (yield from tenures.why_lost(database, hold.tenure))
-    except BaseException:  # its next renewal finds out whether it is handed over
-        if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
-            _ = watchdog.add(hold)
-        raise
+    loss = yield from undone(partial(_hand_over, lock, hold, secret, life), partial(_renew_again, hold))
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         hold.lease.explain(loss)
         raise lock._lost(hold)
@@ -118,6 +100,21 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     hold.entries = []
     freed(hold)
     return token_text(token)
+
+
+def _hand_over(lock: BaseLock, hold: Hold, secret: str, life: float) -> Steps[Loss | None]:
+    """Put the secret in the place of the owner; why it could not be, if so."""
+    database = hold.store.database
+    if not runtime.current.watchdog.discard(hold):  # release_all() was faster
+        raise lock._lost(hold)
+    detached = yield from tenures.detach(database, hold.tenure, secret, life)
+    return None if detached else (yield from tenures.why_lost(database, hold.tenure))
+
+
+def _renew_again(hold: Hold) -> None:
+    """Watch a hold again, whose next renewal finds out whether it is handed over."""
+    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
+        _ = runtime.current.watchdog.add(hold)
 
 
 def _token(hold: Hold, secret: str) -> Token:
@@ -134,15 +131,10 @@ def finish(hold: Hold) -> Steps[None]:
 def _finish(hold: Hold) -> Steps[None]:
     hold.kept_by = ()
     if not hold.entries:
-        released = yield from undone(partial(_forget_and_leave, hold), partial(_leave_after_all, hold), LockError)
+        released = yield from leave(hold, [])
         # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
         if not (released or hold.store.database.dialect.single_writer):
             yield from find_out(hold)
-
-
-def _forget_and_leave(hold: Hold) -> Steps[bool]:
-    forget(hold)
-    return (yield from leave(hold))
 
 
 def release_all(store: Store) -> Steps[int]:
@@ -180,17 +172,26 @@ def _innermost(lock: BaseLock) -> Block | None:
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     """Leave by an open `with`, unless it was detached, or left by release()."""
     entry, hold = block
-    if entry.detached:
-        return
-    if entry not in hold.entries:  # left by release()
-        yield from release(lock)
-        return
-    flow = hold.flow()
-    if flow is not None and flow.holds.get((hold.store, hold.key)) is not hold:
-        # Its tenure had ended, and another one has begun since.
-        hold.entries = [each for each in hold.entries if each is not entry]
-        raise lock._lost(hold)
-    yield from _release(lock, hold, entry)
+    try:
+        if entry.detached:
+            return
+        if entry not in hold.entries:  # left by release()
+            yield from release(lock)
+            return
+        flow = hold.flow()
+        if flow is not None and flow.holds.get((hold.store, hold.key)) is not hold:
+            # Its tenure had ended, and another one has begun since.
+            hold.entries = [each for each in hold.entries if each is not entry]
+            raise lock._lost(hold)
+        yield from _release(lock, hold, entry)
+    finally:
+        lock._blocks = [each for each in lock._blocks if each.entry is not entry]
+
+
+def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
+    """After an interrupt: leave a block, which is left once."""
+    with contextlib.suppress(LockError):  # nothing replaces the interrupt
+        yield from leave_entry(lock, block)
 
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
@@ -208,28 +209,17 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     if not in_time:
         runtime.current.watchdog.announce(hold)
     kept, through = hold.open_entries(but=left), left.lock or lock
-    put_off = in_time and (through._defers(hold, last=not kept) or hold.deferred)
+    put_off = in_time and (through._place.defers(through, hold, last=not kept) or hold.deferred)
+    hold.leaving = through
     if put_off and not kept:
-        hold.leaving, hold.entries = through, kept
+        hold.entries = kept
         return
     try:
-        if not kept:
-            forget(hold)
-        hold.leaving, hold.entries = through, kept
-        if not in_time and hold.lease.grace:  # a release would open the key before the grace is over
-            released = False
-        else:
-            released = yield from leave(hold)
+        released = yield from leave(hold, kept)
     except LockStoreError as failed:
         if in_time:
             raise
         raise lock._lost(hold) from failed
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException:
-        hold.entries = kept
-        yield from _leave_after_all(hold)
-        raise
     if not (released and in_time):
         untold = None
         if not (released or hold.away or (hold.lease.loss and hold.lease.loss.reason is Reason.RELEASED)):
@@ -238,31 +228,37 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     hold.leaving = None
 
 
-def leave(hold: Hold) -> Steps[bool]:
-    """Leave an entry in the row; False if the tenure was over before.
+def leave(hold: Hold, kept: list[Entry]) -> Steps[bool]:
+    """Leave an entry, in the flow and in the row, but for those `kept`; False if the tenure was over before.
 
-    With the last entry the hold has been removed: whatever the result of the statement, this flow no longer holds the
-    key. A flow of this process that begins to wait from now on expects no hand-over; earlier ones are in the local
-    queue.
+    With the last entry the hold is removed: whatever the result of the statement, this flow no longer holds the key. A
+    flow of this process that begins to wait from now on expects no hand-over; earlier ones are in the local queue.
     """
-    if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
-        return False  # release_all() releases it
-    if hold.away is not None:
-        raise LockStoreError(
-            f"{hold.shown!r} is left to its lease, as its database is away", key=hold.key
-        ) from hold.away
-    if hold.entries:
-        return (yield from _set_count(hold))
-    if not hold.min_hold:
-        return (yield from handover.pass_on(site_of(hold), hold.grant))
     try:
-        return (yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold))
-    finally:
-        freed(hold)
-
-
-def _set_count(hold: Hold) -> Steps[bool]:
-    return (yield from tenures.set_count(hold.store.database, hold.tenure, len(hold.entries))) is not None
+        if not kept:
+            forget(hold)
+        hold.entries, lease = kept, hold.lease
+        if lease.loss is not None and lease.loss.reason is Reason.RELEASED:
+            return False  # release_all() releases it
+        if lease.grace and lease.remaining() <= 0:  # a release would open the key before the grace is over
+            return False
+        if hold.away is not None:
+            why = f"{hold.shown!r} is left to its lease, as its database is away"
+            raise LockStoreError(why, key=hold.key) from hold.away  # noqa: TRY301 - an interrupt may come before
+        if kept:
+            return (yield from tenures.set_count(hold.store.database, hold.tenure, len(kept))) is not None
+        if not hold.min_hold:
+            return (yield from handover.pass_on(site_of(hold), hold.grant))
+        try:
+            return (yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold))
+        finally:
+            freed(hold)
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException:
+        hold.entries = kept
+        yield from _leave_after_all(hold)
+        raise
 
 
 def _leave_after_all(hold: Hold) -> Steps[None]:

@@ -5,6 +5,8 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+from functools import partial
+
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
@@ -12,7 +14,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.protocol.steps import Execute, Rows, Steps, undone
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
 from dblock.core.values import Grant, LockInfo
@@ -24,15 +26,14 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         raise lock._forked()
     hold = lock._own_hold("extend")
     _ = lock._surely_held()
-    database, before = lock._store().database, hold.lease.ttl
+    database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
+    extending = partial(tenures.extend, database, hold.tenure, ttl, hold.lease.grace)
     try:
-        grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
-    except BaseException as error:
-        hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
-        _ = runtime.current.watchdog.wake()
-        if isinstance(error, LockStoreError) and hold.lease.remaining() <= 0:
+        grant = yield from undone(extending, partial(_renew_for, hold, min(before, ttl)))
+    except LockStoreError as error:
+        if hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
         raise
     if grant is None:
@@ -42,10 +43,16 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     _ = runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
 
 
+def _renew_for(hold: Hold, ttl: float) -> None:
+    """Renew a lease for `ttl` seconds from now on."""
+    hold.lease.reset(ttl, hold.lease.trusted_until)
+    _ = runtime.current.watchdog.wake()
+
+
 def verify(lock: BaseLock) -> Steps[bool]:
     """True if the row still shows this flow's tenure; else raises LockLost."""
     hold = lock._surely_held()
-    if not (yield from tenures.verify(lock._store().database, hold.tenure)):
+    if not (yield from tenures.verify(lock._place.store().database, hold.tenure)):
         yield from find_out(hold)
         raise lock._lost(hold)
     return True
@@ -75,7 +82,7 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
     fence = sequencer.fence
-    info = yield from tenures.inspect(lock._store().database, sequencer.key)
+    info = yield from tenures.inspect(lock._place.store().database, sequencer.key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
         taken = info is not None and info.fence != fence
         given_back = info is not None and not info.owner
@@ -90,7 +97,7 @@ def owned(lock: BaseLock) -> Steps[bool]:
     hold = lock._hold()
     if hold is None or hold.lease.remaining() <= 0:
         return False
-    return (yield from tenures.verify(lock._store().database, hold.tenure))
+    return (yield from tenures.verify(lock._place.store().database, hold.tenure))
 
 
 def locked(lock: BaseLock) -> Steps[bool]:

@@ -151,7 +151,7 @@ class BaseSemaphore(Operations):
     @permits.setter
     def permits(self, permits: int) -> None:
         self._permits = valid_permits(permits)
-        runtime.current.wakeups.notify_all(self._plain._store().database)
+        runtime.current.wakeups.notify_all(self._plain._place.store().database)
 
     @property
     def held(self) -> list[Any]:
@@ -255,7 +255,7 @@ class BaseSemaphore(Operations):
             yield from release_each([each for each in permits if self._drop(each) or each._hold_here() is not None])
         for grant in permits[0]._others:
             with contextlib.suppress(LockError):
-                _ = yield from handover.free(runtime.current.site(self._plain._store()), grant)
+                _ = yield from handover.free(runtime.current.site(self._plain._place.store()), grant)
 
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
@@ -286,7 +286,7 @@ class BaseSemaphore(Operations):
 
     def _in_use(self, until: float | None = None) -> Steps[list[str]]:
         """The keys of the slots that somebody holds; `until`: the local time by which to answer."""
-        database: Database = self._plain._store().database
+        database: Database = self._plain._place.store().database
         rows = yield from listed(
             database, self.key, PERMITS_MAX, until or database.now() + database.timing.retry_budget
         )
@@ -295,7 +295,7 @@ class BaseSemaphore(Operations):
     def _holders(self) -> Steps[list[LockInfo]]:
         found = list[LockInfo]()
         for key in (yield from self._in_use()):
-            info = yield from tenures.inspect(self._plain._store().database, key)
+            info = yield from tenures.inspect(self._plain._place.store().database, key)
             if info is not None and info.state == "held":
                 found.append(info.masked())
         return found

@@ -61,7 +61,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
 def _permits_held(lock: BaseLock) -> Steps[str]:
     """How many permits of the lock's semaphore are held, for a message; empty for fewer than two, or no answer."""
     if lock._semaphore is not None:
-        database = lock._store().database
+        database = lock._place.store().database
         with contextlib.suppress(LockError):
             held = yield from lock._semaphore._in_use(database.now() + database.timing.pinned_answer)
             return f"{len(held)} permits are held" if len(held) > 1 else ""
@@ -73,7 +73,7 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     found, busy = refused
     if busy is not None or (found is not None and found.state == "held"):
         return ""
-    database = lock._store().database
+    database = lock._place.store().database
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
     if not seconds:
         return ""
@@ -85,7 +85,7 @@ def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
     held = refused.holder is not None and refused.holder.state == "held"
     if tenures.find_pins is None or refused.busy is not None or held:
         return None
-    database = lock._store().database
+    database = lock._place.store().database
     until = database.now() + database.timing.pinned_answer
     with contextlib.suppress(LockError):
         return (yield from tenures.find_pins(database, [lock._key], until)).get(lock._key)

@@ -67,7 +67,7 @@ class Reads(_OfReadWriteLock):
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of this flow if it reads; else of the reader whose row comes first, else None."""
-        database, hold = self._store().database, self._hold()
+        database, hold = self._place.store().database, self._hold()
         if hold is not None and (hold.reading or any(lock._reading for lock in hold.locks())):  # a writer may read
             return (yield from tenures.inspect(database, hold.tenure.key))
         rows = yield from listed(database, self._key, 100, database.now() + database.timing.retry_budget)
@@ -83,7 +83,7 @@ class Writes(_OfReadWriteLock):
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The key's row; that a reader comes through the queue at this moment is no writer."""
-        info = yield from tenures.inspect(self._store().database, self._key)
+        info = yield from tenures.inspect(self._place.store().database, self._key)
         return replace(info, owner=None, remaining=min(info.remaining, 0.0)) if info and info.reading else info
 
 

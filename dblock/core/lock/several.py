@@ -23,7 +23,7 @@ from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.leaving_several import Entered, leave_each, release_each
 from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
 from dblock.core.options import valid_options
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.runtime import current_flow
 from dblock.core.values import Seconds, State
 
@@ -149,9 +149,11 @@ class BaseLocks(Operations):
         deadline = None if timeout is None else clock.now() + timeout
         locks, store = self._in_order(), None
         before = [block.entry for _, block in self._entered()]
-        try:
+
+        def take_each() -> Steps[None]:
+            nonlocal store
             for lock in locks:
-                store = lock._store()
+                store = lock._place.store()
                 yield from take(lock, None if deadline is None else max(deadline - clock.now(), 0.0))
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
                 hold = lock._surely_held()
@@ -159,14 +161,14 @@ class BaseLocks(Operations):
                     entering.count_min_hold(hold, lock, begins=True)
             if blocks is not None:
                 blocks.append((current_flow().ref, self._entered(before)))
-        except GeneratorExit:
-            raise
-        except BaseException as error:
+
+        def leave_all(error: BaseException) -> Steps[None]:
             entered = self._entered(before)
             yield from leave_each(entered, error, store)
             if lost := [lock._lost(block.hold) for lock, block in entered if was_ours(block.hold, error)]:
                 raise lost[0] from error  # only the loss of a lock has cancelled this
-            raise
+
+        return undone_after(take_each, leave_all)
 
     def _release(self) -> Steps[None]:
         return release_each(self._in_order()[::-1])
@@ -194,7 +196,7 @@ class BaseLocks(Operations):
         found = dict[object, BaseLock]()
         for lock in sorted(self._members, key=_place):
             # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
-            _ = found.setdefault(lock if lock._flow else (lock._store(), lock.key, lock._kind), lock)
+            _ = found.setdefault(lock if lock._flow else (lock._place.store(), lock.key, lock._kind), lock)
         return list(found.values())
 
     def _holds(self) -> list[Hold]:
@@ -226,7 +228,7 @@ def _acquire(lock: BaseLock, timeout: float | None) -> Steps[None]:
 
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:
     """Where a lock comes among others: by its database and key, a reader after a writer."""
-    store = lock._store()
+    store = lock._place.store()
     return str(store.location or store.name), repr(store.database.dialect.tables), lock.key, lock._reading
 
 

@@ -18,7 +18,7 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
 from dblock.core.log import warn
 from dblock.core.observing.events import IN_FLOW, PROBES, Event, How, Kind
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.protocol.store import Store
 from dblock.core.values import LockInfo
 
@@ -100,7 +100,7 @@ class Observers:
 
         `undo` leaves the entry again, if an interrupt comes when the flow has entered.
         """
-        store = lock._store()
+        store = lock._place.store()
         now = store.database.now
         began, contended, told = now(), False, entry.kind == "attach"  # that fails by an error alone
 
@@ -116,7 +116,8 @@ class Observers:
         def give_up(reason: str, holder: LockInfo | None = None) -> None:
             tell(Kind.GAVE_UP, holder, contended=contended, wait=now() - began, reason=reason)
 
-        try:
+        def enter() -> Steps[T]:
+            nonlocal told
             found = yield from begin(None if lock._stands_by else contend)
             told = True
             if isinstance(found, Hold):
@@ -127,34 +128,28 @@ class Observers:
                 if not contended and found.busy is None:
                     contend(found.holder)
                 give_up("timeout", found.holder)
-        except GeneratorExit:  # nothing drives further steps
-            raise
-        except BaseException as error:
+            return found
+
+        def fail(error: BaseException) -> Steps[None]:
             hold = lock._hold_here()
             if hold is not None and entry in hold.entries:
                 with contextlib.suppress(LockError):
                     yield from undo(lock, hold, entry)
             if not told:
                 give_up(type(error).__name__)
-            raise
-        return found
+
+        return undone_after(enter, fail)
 
     def leave(self, hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
         """Run the steps that leave a hold, and report it, unless its loss has been reported."""
         before, lock = _entered(hold), _lock_of(hold)
 
-        def tell(reason: str = "") -> None:
-            depth = _entered(hold)
+        def tell(error: BaseException | None = None) -> None:
+            depth, reason = _entered(hold), "" if error is None else type(error).__name__
             if depth < before and (depth or hold.lease.claim_report()):
                 self.tell_of(hold, Kind.RELEASED, lock, how=how, held=hold.lease.held, reason=reason)
 
-        try:
-            result = yield from steps
-        except (GeneratorExit, LockLost):
-            raise
-        except BaseException as error:
-            tell(type(error).__name__)
-            raise
+        result = yield from undone_after(lambda: steps, tell, LockLost)
         tell()
         return result
 

@@ -127,18 +127,28 @@ class Cancel:
 
 
 def undone(
-    begin: Callable[[], Steps[T]], undo: Callable[[], Steps[object]], but: type[BaseException] = GeneratorExit
+    begin: Callable[[], Steps[T]], undo: Callable[[], Steps[object] | None], but: type[BaseException] = GeneratorExit
 ) -> Steps[T]:
     """The result of the steps that `begin` makes; whatever ends them early, `but` for these errors, `undo` follows.
 
-    A second interrupt, which falls into `undo`, leaves to the leases what is not undone yet.
+    `undo` makes steps, unless it needs none. A second interrupt, which falls into it, leaves to the leases what is not
+    undone yet.
     """
+    return undone_after(begin, lambda _: undo(), but)
+
+
+def undone_after(
+    begin: Callable[[], Steps[T]],
+    undo: Callable[[BaseException], Steps[object] | None],
+    but: type[BaseException] = GeneratorExit,
+) -> Steps[T]:
+    """The same; `undo` is given what has ended the steps, which is raised afterwards unless `undo` raises another."""
     try:
         return (yield from begin())
     except (GeneratorExit, but):  # nothing drives further steps after a GeneratorExit
         raise
-    except BaseException:
-        _ = yield from undo()
+    except BaseException as error:
+        _ = yield from undo(error) or ()
         raise
 
 
