@@ -7,7 +7,6 @@
     task_skipped          Celery signals: somebody else held the key, and the task's run was left out
     place_lost            the lock that a message carried had ended before a worker came to it
     beat_schedule         for the reaper: app.conf.beat_schedule = {**beat_schedule(every=60), ...}
-    BEAT_SCHEDULE         the same, every ten minutes
     PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
     DatabaseScheduler     the same for the schedule of django-celery-beat
     SingleBeat            mixed in before another scheduler, the same
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from dblock.celery.task import LockTask, TaskLock, current_lock
 
 __all__ = [
-    "BEAT_SCHEDULE",
     "DatabaseScheduler",
     "LockTask",
     "PersistentScheduler",
@@ -56,9 +54,6 @@ def beat_schedule(every: float | timedelta = 600.0, **arguments: Any) -> dict[st
     entry = {"task": "dblock.reap_expired", "schedule": seconds, "kwargs": arguments, "options": {"expires": seconds}}
     return {"dblock.reap_expired": entry}
 
-
-BEAT_SCHEDULE: Final = beat_schedule()
-"""Reap every ten minutes."""
 
 _MODULES: Final = {
     "DatabaseScheduler": "database_beat",
