@@ -10,7 +10,6 @@ from celery import Celery, current_app
 from celery._state import _get_active_apps, connect_on_app_finalize
 from celery.local import Proxy
 
-from dblock.celery import checks as _checks  # noqa: F401 - speaks when a worker begins
 from dblock.celery.options import LockOptions, Spec, TaskOptions, refuse_unknown, spec_for
 from dblock.celery.task import LockTask
 from dblock.core.errors import LockTimeout

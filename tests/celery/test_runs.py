@@ -959,39 +959,6 @@ def test_a_broker_that_does_not_take_it_back_is_waited_for_here(site: Site, monk
     assert result.get() == "k"
 
 
-@pytest.mark.parametrize(
-    ("options", "celerys", "settings", "said"),
-    [
-        ({"renew": False, "ttl": 5}, {"time_limit": 10}, {}, "loses its lock after 5 s"),
-        ({"max_hold": 5}, {}, {"task_time_limit": 10}, "max_hold"),
-        ({"max_hold": 50}, {}, {"task_time_limit": 10}, ""),
-        ({"ttl": 5}, {"time_limit": 10}, {}, ""),
-        ({"scope": "queue", "queue_ttl": 5}, {"time_limit": 10}, {}, "queue_ttl"),
-        ({"scope": "both", "queue_ttl": 15}, {"time_limit": 10}, {}, ""),
-        ({"scope": "queue"}, {}, {"result_backend": "disabled://"}, "result backend"),
-        ({"scope": "queue", "on_busy": "raise"}, {}, {"result_backend": "disabled://"}, ""),
-        ({}, {"time_limit": 10}, {"broker_transport_options": {"visibility_timeout": 5}}, "visibility_timeout"),
-        ({}, {"time_limit": 10}, {"broker_transport_options": {"visibility_timeout": 50}}, ""),
-    ],
-)
-def test_a_worker_says_what_does_not_go_together(
-    site: Site, options: dict[str, Any], celerys: dict[str, Any], settings: dict[str, Any], said: str
-) -> None:
-    """When it begins."""
-    from dblock.celery.checks import problems
-
-    if settings.get("result_backend"):
-        site.app = celery.Celery(site.app.main, broker="memory://", backend="disabled://")
-    site.app.conf.update(settings)
-
-    work = site.task("k", **options)(nothing)
-    site.app.tasks[work.name].time_limit = celerys.get("time_limit")
-    found = [each for each in problems(site.app) if site.app.main in each.text or "visibility" in each.text]
-    assert len(found) == bool(said)
-    assert said in "".join(each.text for each in found)
-    assert all(each.hint for each in found)
-
-
 # -- what others have run into
 
 
