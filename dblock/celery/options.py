@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from dblock.core.lock.locks import SyncLock
 
-OnBusy = Literal["retry", "wait", "skip", "raise", "join"]
+OnBusy = Literal["retry", "wait", "skip", "raise"]
 Scope = Literal["run", "queue", "both"]
-OnRetry = Literal["keep", "release"]
 MakeKey = Callable[..., str]
 """`(task, *args, **kwargs)`, the arguments of the call."""
 
@@ -44,21 +43,17 @@ class LockOptions(OfLease, total=False):
         "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s; this does not count
         for `max_retries`, nor occupy a worker. "wait": its worker waits in the queue, up to `timeout`, then
         LockTimeout. "skip": it ends with a result that `dblock.celery.skipped` knows. "raise": LockTimeout.
-        "join", for the scopes that lock at sending, where it is the default: a second call returns the AsyncResult of
-        the first.
+        Where the lock is taken at sending, "retry" and "skip" return the AsyncResult of the first call.
     scope: "run": locked while it runs. "queue": from its sending until it has ended. "both": one lock while it is
         queued, another one while it runs: at most one of each.
     engine: a SQLAlchemy Engine, or a function that returns one, whose database has the lock; by default Django's.
     timeout: seconds for which to wait for the key, in a worker (and "queue", "wait": where it is sent); 0 but for
         "wait", which has the default of `db_lock`.
     busy_timeout: seconds after the first busy try at which "retry" gives up with LockTimeout; None for never.
-    busy_retries: how often "retry" goes back at most; None for ever.
     queue_ttl: seconds for which the lock of a message lasts from the moment at which the task is due (3600): nobody
         renews it until a worker runs the task. Too short, and a second message may be sent before the first one ran
         (which then takes the key anew, or acts as `on_busy` says); too long, and the key stays taken for so long when
         a broker loses the message.
-    on_retry: what becomes of the lock of a message when the task calls its own `retry()`: "keep" (the default): it goes
-        along with it; "release".
     interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft time
         limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
     permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
@@ -72,9 +67,7 @@ class LockOptions(OfLease, total=False):
     engine: Engine | Callable[[], Engine] | None
     timeout: Seconds | None
     busy_timeout: Seconds | None
-    busy_retries: int | None
     queue_ttl: Seconds
-    on_retry: OnRetry
     interrupt: bool
     permits: int | None
     using: str | None
@@ -146,12 +139,10 @@ class Spec:
     key_of: str | MakeKey | None = None
     engine: Any = None
     scope: Scope = "run"
-    on_busy: OnBusy
-    on_retry: OnRetry = "keep"
+    on_busy: OnBusy = "retry"
     timeout: float | EllipsisType | None = ...
     """That of `db_lock`; `...` if none was given."""
     busy_timeout: float | None = None
-    busy_retries: int | None = None
     queue_ttl: float = 3600.0
     permits: int | None = None
     """How many runs may hold the key at a time; None for a plain lock."""
@@ -213,30 +204,20 @@ def _one_of(values: Any, name: str) -> Callable[[Any], Any]:
     return valid
 
 
-def _valid_retries(retries: Any) -> int | None:
-    if retries is not None and (type(retries) is not int or retries < 0):
-        raise ValueError(f"busy_retries is a number of times or None, not {retries!r}")
-    return retries
-
-
 _CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
     "engine": valid_engine,
     "scope": _one_of(Scope, "scope"),
     "on_busy": _one_of(OnBusy, "on_busy"),
-    "on_retry": _one_of(OnRetry, "on_retry"),
     "timeout": valid_timeout,
     "busy_timeout": lambda given: valid_timeout(given, "busy_timeout"),
-    "busy_retries": _valid_retries,
     "queue_ttl": lambda given: valid_ttl(given, "queue_ttl", "how long the lock of a message lasts,"),
     "permits": lambda given: None if given is None else valid_permits(given),
 }
 """What is made of an option that db_lock does not have."""
 _LOCKS: Final = {"using", *OfLease.__annotations__} - {"label", "interrupt"}
 _NEEDS: Final = {
-    "busy_timeout": ("on_busy", ("retry", "join")),
-    "busy_retries": ("on_busy", ("retry", "join")),
+    "busy_timeout": ("on_busy", ("retry",)),
     "queue_ttl": ("scope", ("queue", "both")),
-    "on_retry": ("scope", ("queue", "both")),
     "permits": ("scope", ("run",)),
 }
 """Options that do nothing unless another one has one of these values."""
@@ -246,7 +227,6 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
     core = valid_options(**{name: given[name] for name in OfLease.__annotations__.keys() & given.keys() - {"ttl"}})
     own = {name: check(given[name]) for name, check in _CHECKS.items() if name in given}
-    _ = own.setdefault("on_busy", "retry" if own.get("scope", "run") == "run" else "join")
     spec = Spec(
         function=function,
         bind=bind,
@@ -259,8 +239,6 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     for name, (other, values) in _NEEDS.items():
         if given.get(name) is not None and getattr(spec, other) not in values:
             raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
-    if spec.on_busy == "join" and spec.scope == "run":
-        raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
     if spec.permits is not None and "reentrant" in given:
         raise ValueError("reentrant is not for permits: each run has one of its own")
     if (using := given.get("using")) is not None:

@@ -10,7 +10,7 @@ A run of a message:
 
 A call of `apply_async`, which `delay`, canvas, beat and `retry()` lead to:
 
-    a new call              takes the lock of the message; where somebody has it: joins, is refused or waits
+    a new call              takes the lock of the message; where somebody has it: the first result, refused, or waits
     its id is given before  (canvas, replace): takes it if it can, and is sent in any case
     its own retry()         carries the lock of the run on, if that is for the same key
 
@@ -176,7 +176,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
         try:
             if again:
                 token = self._kept(run, key, delay)
-            if spec.scope != "run" and not token and not (again and spec.on_retry == "release"):
+            if spec.scope != "run" and not token:
                 try:
                     token = taken = take(self, key, str(task_id), delay)
                 except LockTimeout as busy:
@@ -198,9 +198,9 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
         """The token of the lock that this run leaves to its `retry()`; "" if it leaves none."""
         if run is not None:
             same = run.lock is not None and run.lock is run.carried and run.key == key
-            return run.carry_on(delay) if same and self.spec.on_retry == "keep" else ""
+            return run.carry_on(delay) if same else ""
         came = Header.of(self.request.headers, self.request.id)  # it has not come to its lock yet (`before_start`)
-        if self.spec.on_retry == "keep" and came.is_for(self.spec.queue_key(key)):
+        if came.is_for(self.spec.queue_key(key)):
             return came.token
         _drop(self, self.request)
         return ""
@@ -276,7 +276,7 @@ def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
     A key that an earlier run of the same task has (`own`) is waited for, and then tried again, whatever `on_busy` says.
     """
     task, spec = run.task, run.task.spec
-    back, me = spec.on_busy in {"retry", "join"}, storable(str(task.request.id or ""))
+    back, me = spec.on_busy == "retry", storable(str(task.request.id or ""))
     waits = spec.on_busy == "wait" or (run.here and back)
     timeout = spec.timeout if waits or spec.timeout is not ... else 0
     while True:
@@ -312,7 +312,7 @@ def _send_back(run: Run, busy: Busy) -> float:
     run.header = header = run.header.busy_again()
     waited = time.time() - header.since
     left = float("inf") if spec.busy_timeout is None else spec.busy_timeout - waited
-    if left <= 0 or (spec.busy_retries is not None and tries >= spec.busy_retries):
+    if left <= 0:
         raise LockTimeout(
             f"task {task.name}[{request.id}] found its key busy {tries + 1} times in {waited:.0f} s: {busy}",
             key=run.key,

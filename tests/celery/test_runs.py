@@ -282,28 +282,22 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
     [
         ({"on_busy": "maybe"}, "maybe"),
         ({"scope": "always"}, "always"),
-        ({"on_busy": "join"}, "scope"),
         ({"timout": 3}, "no option 'timout' .did you mean timeout"),
         ({"queue_tll": 3}, "did you mean queue_ttl"),
         ({"on_bussy": "skip"}, "did you mean on_busy"),
         ({"scop": "run"}, "scope"),
-        ({"on_busy": "skipp"}, "'retry', 'wait', 'skip', 'raise', 'join'"),
+        ({"on_busy": "skipp"}, "'retry', 'wait', 'skip', 'raise'"),
         ({"ttl": -1}, "ttl"),
         ({"timeout": -3}, "timeout"),
-        ({"busy_retries": -1}, "busy_retries"),
-        ({"busy_retries": True}, "busy_retries"),
         ({"queue_ttl": 0, "scope": "queue"}, "queue_ttl"),
         ({"engine": 3}, "Engine"),
         ({"key": 3}, "the key is text"),
-        ({"busy_retries": 3, "on_busy": "wait"}, "busy_retries does nothing but with on_busy='retry' or 'join'"),
-        ({"busy_timeout": 3, "on_busy": "skip"}, "busy_timeout does nothing"),
+        ({"busy_timeout": 3, "on_busy": "skip"}, "busy_timeout does nothing but with on_busy='retry'"),
         ({"queue_ttl": 60}, "queue_ttl does nothing but with scope='queue' or 'both'"),
-        ({"on_retry": "release"}, "on_retry does nothing"),
         ({"using": "default", "engine": lambda: None}, "using is an alias of Django's"),
         ({"max_hold": 5, "renew": False}, "leave one of them out"),
         ({"otherwise": 0}, "no option 'otherwise'"),
         ({"grace": -1}, "grace"),
-        ({"on_retry": "lose", "scope": "queue"}, "lose"),
         ({"reentrant": 1}, "reentrant is True or False"),
         ({"once": {"graceful": True}}, "no option 'once'"),
         ({"unlock_before_run": True}, "no option 'unlock_before_run'"),
@@ -506,11 +500,10 @@ def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.Monk
         assert pace.countdown("crowd", 0, 5.0) <= 300, "brokers deliver again what waits for too long"
 
 
-@pytest.mark.parametrize("limit", [{"busy_retries": 2}, {"busy_timeout": 0.3}])
-def test_going_back_has_a_bound(site: Site, limit: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_going_back_has_a_bound(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """Then the task fails with LockTimeout, which names the holder, and is no error in the log."""
 
-    work = site.task("k", **limit)(nothing)
+    work = site.task("k", busy_timeout=0.3)(nothing)
     with somebody(site.engine, "k"):
         result = work.delay()
         tries = 0
@@ -518,7 +511,7 @@ def test_going_back_has_a_bound(site: Site, limit: dict[str, Any], caplog: pytes
             site.run()
             tries += 1
             time.sleep(0.1)
-    assert tries == 3 if "busy_retries" in limit else tries > 1
+    assert tries > 1
     with pytest.raises(LockTimeout, match="somebody") as caught:
         result.get()
     assert f"found its key busy {tries} times" in str(caught.value)
@@ -735,16 +728,15 @@ def test_a_message_that_nobody_runs_gives_its_lock_back(site: Site, how: str) ->
     wait_until(lambda: not site.held())
 
 
-@pytest.mark.parametrize("on_retry", ["keep", "release"])
 @pytest.mark.parametrize("how", ["retry", "autoretry"])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_retry_takes_the_lock_along_or_releases_it(site: Site, on_retry: str, how: str, by_name: bool) -> None:
+def test_a_retry_takes_the_lock_along(site: Site, how: str, by_name: bool) -> None:
     """Whether its message had it or its first run took it, once the body has ended.
 
-    Kept, it is the same tenure, which a second call meanwhile joins; else the next run takes the key anew.
+    It is the same tenure, which a second call meanwhile joins.
     """
 
-    @site.task("k", scope="queue", on_retry=on_retry, autoretry_for=(ValueError,), max_retries=5)
+    @site.task("k", scope="queue", autoretry_for=(ValueError,), max_retries=5)
     def work(self: Any) -> str:
         fences.append(current_lock().fence)
         try:
@@ -760,13 +752,12 @@ def test_a_retry_takes_the_lock_along_or_releases_it(site: Site, on_retry: str, 
     for _ in range(2):
         site.run()
         assert first.state == "RETRY"
-        assert site.held() == ({"k": first.id} if on_retry == "keep" else {})
-        if on_retry == "keep":
-            assert work.delay().id == first.id
+        assert site.held() == {"k": first.id}
+        assert work.delay().id == first.id
     site.run()
     assert first.get() == "done"
-    assert len(set(fences)) == (1 if on_retry == "keep" else 3)
-    assert fences == sorted(fences)
+    assert len(fences) == 3
+    assert len(set(fences)) == 1
     assert not site.held()
     assert site.messages() == 0
 
@@ -963,19 +954,22 @@ def test_a_broker_that_does_not_take_it_back_is_waited_for_here(site: Site, monk
 
 
 def test_what_was_busy_before_a_retry_does_not_count_after_it(site: Site) -> None:
-    """Each run has as many tries."""
+    """Each run begins to count anew."""
 
-    @site.task("b", busy_retries=1, autoretry_for=(ValueError,), max_retries=1, retry_backoff=False)
+    @site.task("b", autoretry_for=(ValueError,), max_retries=1, retry_backoff=False)
     def busy(self: Any) -> str:
         if not self.request.retries:
             raise ValueError
         return "done"
 
-    result = busy.delay()
+    result, tries = busy.delay(), list[int]()
     for holds in (True, False, True, False):
+        request = site.fetch()
+        tries.append(header(request).tries)
         with somebody(site.engine, "b") if holds else contextlib.nullcontext():
-            site.run()
+            request.execute()
     assert result.get() == "done"
+    assert tries == [0, 1, 0, 1]
 
 
 def test_what_has_its_id_already_is_sent(site: Site) -> None:
@@ -1605,7 +1599,7 @@ def test_a_key_that_has_changed_on_the_way_is_taken_anew(site: Site, scope: str)
 def test_a_header_with_nonsense_counts_for_nothing(site: Site, said: dict[str, Any]) -> None:
     """The message goes back for the first time, and runs when its key is free."""
 
-    @site.task("k", busy_retries=2, busy_timeout=60)
+    @site.task("k", busy_timeout=60)
     def work(self: Any) -> str:
         return str(current_lock().key)
 
