@@ -5,8 +5,8 @@ A run of a message:
     the lock came with the message ──> body, unless another run of the same message is under way: back
      └── it did not, or is over ──> try the key ── free ──> body
                                         ├── busy ──> back | skip | fail, as on_busy says
-                                        │    └── by an earlier run of the same task ──> wait a moment, back
-                                        └── no answer ──> back | wait a moment, fail
+                                        ├── busy by an earlier run of the same task ──> back
+                                        └── no answer of the database ──> back
 
 A call of `apply_async`, which `delay`, canvas, beat and `retry()` lead to:
 
@@ -38,7 +38,7 @@ from celery.utils import uuid
 
 from dblock.celery.header import Header
 from dblock.celery.pace import Pace
-from dblock.celery.places import OWN, accept, due_in, elsewhere, first_result, give_up, let_go, take
+from dblock.celery.places import accept, due_in, elsewhere, first_result, give_up, let_go, take
 from dblock.celery.results import skip_result
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.identity import storable
@@ -273,25 +273,22 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
 def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
     """Run under a lock that is taken now. `busy`: why the message goes back once before the lock is tried.
 
-    A key that an earlier run of the same task has (`own`) is waited for, and then tried again, whatever `on_busy` says.
+    It goes back, whatever `on_busy` says, if an earlier run of the same task has the key, or if the database is away.
     """
     task, spec = run.task, run.task.spec
-    back, me = spec.on_busy == "retry", storable(str(task.request.id or ""))
-    waits = spec.on_busy == "wait" or (run.here and back)
+    me = storable(str(task.request.id or ""))
+    waits = spec.on_busy == "wait" or (run.here and spec.on_busy == "retry")
     timeout = spec.timeout if waits or spec.timeout is not ... else 0
     while True:
-        own = busy is not None
+        back = spec.on_busy == "retry" or busy is not None
         if busy is None:
             busy, result = _under(run, spec.lock(task, run.key, timeout), body)
             if busy is None:
                 return result
             holder = getattr(busy, "holder", None)
             own = holder is not None and holder.identity.celery_task_id == me != ""
-            unknown = isinstance(busy, LockStoreError) and timeout == 0 and spec.on_busy in {"skip", "raise"}
-            if (own or unknown) and timeout != OWN:
-                busy, timeout = None, OWN
-                continue
-        if (back or own) and not run.here:
+            back = back or own or isinstance(busy, LockStoreError)
+        if back and not run.here:
             timeout = _send_back(run, busy)
             busy = None
         elif spec.on_busy == "skip" and isinstance(busy, LockTimeout):

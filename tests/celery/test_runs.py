@@ -33,13 +33,11 @@ from dblock.celery import LockTask, current_lock, locked_task, places, skipped, 
 from dblock.celery.header import NAME, Header
 from dblock.celery.pace import Pace
 from dblock.core import clock
-from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import InvalidKey, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock, observe
-from sqlalchemy_dblock.store import own_store
 from tests.celery.conftest import python, wait_until
 from tests.conftest import ready, run, url
 
@@ -611,29 +609,25 @@ def test_a_busy_key(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `retry()` sends the message while it still holds the lock: that one is neither skipped nor sent back."""
-    monkeypatch.setattr(task, "OWN", 30.0)
+@pytest.mark.parametrize("scope", ["run", "queue"])
+def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site, scope: str) -> None:
+    """Its `retry()` sends the message while it still holds the lock: that one is not skipped, and goes back."""
 
-    @site.task("k", on_busy="skip", max_retries=3)
+    @site.task("k", on_busy="skip", scope=scope, max_retries=3)
     def work(self: Any) -> int:
-        if not self.request.retries:
+        if self.request.retries:
+            return int(self.request.retries)
+        try:
             raise self.retry(countdown=0)
-        return int(self.request.retries)
+        finally:
+            elsewhere(site.run)
+            assert (result.state, site.messages()) == ("RETRY", 1)
 
     result = work.delay()
-    first = site.fetch()
-    first.execute()
-    with somebody(site.engine, "k") as release:
-        with site.engine.begin() as connection:
-            connection.exec_driver_sql(f"UPDATE locks SET celery_task_id = '{result.id}'")
-        with ThreadPoolExecutor(1) as pool:
-            second = pool.submit(site.run)
-            wait_until(site.is_waited_for)
-            assert result.state == "RETRY"
-            release()
-            _ = second.result()
+    site.run()
+    site.run()
     assert result.get() == 1
+    assert not site.held()
 
 
 # -- from its sending on
@@ -991,13 +985,8 @@ def test_what_has_its_id_already_is_sent(site: Site) -> None:
 
 @pytest.mark.parametrize("on_busy", ["skip", "raise", "wait"])
 @pytest.mark.parametrize("scope", ["run", "queue"])
-def test_who_meets_its_own_dead_run_comes_again(
-    site: Site, on_busy: str, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_meets_its_own_dead_run_comes_again(site: Site, on_busy: str, scope: str) -> None:
     """A message of a killed process is delivered again, and is neither left out nor failed by that process's lock."""
-    monkeypatch.setattr(task, "OWN", 0.05)
-    monkeypatch.setattr(places, "OWN", 0.05)
-
     work = site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True)(done)
     result = work.delay()
     request = site.fetch()
@@ -1118,14 +1107,15 @@ def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest
         result.get()
 
 
-def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message goes back, with the lock that it carries."""
+@pytest.mark.parametrize("on_busy", ["retry", "wait", "skip", "raise"])
+def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.MonkeyPatch, on_busy: str) -> None:
+    """The message goes back, with the lock that it carries, whatever becomes of one whose key is busy."""
 
-    @site.task("k")
+    @site.task("k", on_busy=on_busy)
     def run(self: Any) -> str:
         return "done"
 
-    @site.task("q", scope="queue")
+    @site.task("q", scope="queue", on_busy=on_busy)
     def queue(self: Any) -> str:
         return "done"
 
@@ -1170,39 +1160,6 @@ def test_a_message_that_finds_another_server(
     assert "was over before it ran" not in caplog.text
     assert run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL") == []
     engine.dispose()
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("on_busy", ["skip", "raise"])
-def test_a_database_that_is_away_for_a_moment_fails_no_task(
-    site: Site, monkeypatch: pytest.MonkeyPatch, on_busy: str
-) -> None:
-    """Nobody would bring the message back, and nobody is waiting for a quick answer."""
-
-    run = site.task("k", on_busy=on_busy)(done)
-    pool: Any = own_store(site.engine)._source
-    opening, begun = pool.open, clock.now()
-
-    def late(connection: PooledConnection) -> None:
-        if clock.now() < begun + 0.6:
-            raise ConnectionRefusedError("not yet")
-        opening(connection)
-
-    monkeypatch.setattr(pool, "open", late)
-    result = run.delay()
-    site.run()
-    assert result.get() == "done"
-    monkeypatch.setattr(pool, "open", lambda _: late_for_good())
-    pool.close_all()
-    monkeypatch.setattr(task, "OWN", 0.1)
-    result = run.delay()
-    site.run()
-    assert isinstance(result.result, LockStoreError)
-
-
-def late_for_good() -> None:
-    """A database that does not come back."""
-    raise ConnectionRefusedError("away")
 
 
 def refuse(*_: Any, **__: Any) -> Any:
