@@ -35,7 +35,7 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery import states
-from dblock.celery.faces import leader_of, valid_engine
+from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
@@ -188,8 +188,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         super().setup_schedule()
 
     def _new_leader(self) -> SyncLeader:
-        options = {} if self.using is None else {"using": self.using}
-        return leader_of(valid_engine(type(self).engine), self._key, ttl=self.lock_ttl, **options)
+        engine, options = valid_engine(type(self).engine), {} if self.using is None else {"using": self.using}
+        leader: SyncLeader = made_of(engine, "db_leader", self._key, ttl=self.lock_ttl, **options)
+        return leader
 
     def _current(self) -> SyncLeader:
         if self._leader is None:
@@ -299,15 +300,11 @@ def _undisturbed() -> Iterator[None]:
 
     def wait(number: int, _: FrameType | None) -> None:
         came.append(number)
-        if len(came) > 1:
-            end()
+        end()
 
     def end() -> None:
         for each, handler in before.items():
             _ = signal.signal(each, handler)
-        if came:
-            number, came[:] = came[0], []
-            signal.raise_signal(number)
 
     before = {each: signal.getsignal(each) or signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGINT)}
     for each in before:
@@ -316,3 +313,5 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         end()
+        if came:
+            signal.raise_signal(came[0])

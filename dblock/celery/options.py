@@ -16,7 +16,7 @@ from kombu.serialization import dumps as serialize
 from kombu.serialization import loads as deserialize
 from kombu.utils.json import dumps
 
-from dblock.celery.faces import lock_of, valid_engine
+from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
 from dblock.core.options import OfLease, unknown_options, valid_options
@@ -176,15 +176,20 @@ class Spec:
 
     def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
         """The lock of one run; `timeout` as that of `db_lock`."""
-        waits = {} if timeout is ... else {"timeout": timeout}
-        return lock_of(self.engine, key, self.permits, label=self.label_of(task), **waits, **self.options)
+        told = {"label": self.label_of(task), **({} if timeout is ... else {"timeout": timeout}), **self.options}
+        if self.permits is None:
+            lock: SyncLock = made_of(self.engine, "db_lock", key, **told)
+        else:
+            lock = made_of(self.engine, "db_semaphore", key, permits=self.permits, **told).permit()
+        return lock
 
     def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
         """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
         kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
         kept |= {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
-        waits = {} if timeout is ... else {"timeout": timeout}
-        return lock_of(self.engine, key, None, label=self.label_of(task), release="now", **waits, **kept)
+        kept |= {} if timeout is ... else {"timeout": timeout}
+        lock: SyncLock = made_of(self.engine, "db_lock", key, label=self.label_of(task), release="now", **kept)
+        return lock
 
     def label_of(self, task: Any) -> str:
         """The task's name is stored with the lock, beside its id."""
