@@ -6,9 +6,7 @@ Rule: neither framework is imported before a lock is asked for.
 from __future__ import annotations
 
 import sys
-from typing import Any, Final, Literal
-
-_NO_ASYNC: Final = "a task runs in a thread: engine= takes an Engine, not an AsyncEngine"
+from typing import Any, Literal
 
 
 def made_of(engine: Any, kind: Literal["db_lock", "db_semaphore", "db_leader"], key: str, **options: Any) -> Any:
@@ -16,9 +14,7 @@ def made_of(engine: Any, kind: Literal["db_lock", "db_semaphore", "db_leader"], 
     if engine is not None:
         import sqlalchemy_dblock  # noqa: PLC0415 - needs SQLAlchemy
 
-        engine = engine() if callable(engine) else engine
-        if hasattr(engine, "sync_engine"):
-            raise TypeError(_NO_ASYNC)
+        engine = valid_engine(engine() if callable(engine) else engine)
         return getattr(sqlalchemy_dblock, kind)(engine, key, **options)
     from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
 
@@ -35,7 +31,7 @@ def made_of(engine: Any, kind: Literal["db_lock", "db_semaphore", "db_leader"], 
 def valid_engine(engine: Any) -> Any:
     """An Engine, a function that returns one, or None; TypeError otherwise."""
     if hasattr(engine, "sync_engine"):
-        raise TypeError(_NO_ASYNC)
+        raise TypeError("a task runs in a thread: engine= takes an Engine, not an AsyncEngine")
     class_ = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
     if not (engine is None or isinstance(engine, class_) or (callable(engine) and not hasattr(engine, "engine"))):
         raise TypeError(f"engine is an Engine of SQLAlchemy's, or a function that returns one, not {engine!r}")

@@ -19,7 +19,7 @@ from kombu.utils.json import dumps
 from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
-from dblock.core.options import OfLease, unknown_options, valid_options
+from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
@@ -259,10 +259,3 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     elif not (spec.key_of is None or callable(spec.key_of)):
         raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {spec.key_of!r}")
     return spec
-
-
-def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raise TypeError for options that `locked_task` has not: Celery would make attributes of them."""
-    known = [*TaskOptions.__annotations__, "bind", "app"]
-    if unknown := given.keys() - set(known):
-        raise unknown_options(sorted(unknown), known, "locked_task")

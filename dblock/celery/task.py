@@ -118,7 +118,7 @@ class Run:
                 _ = self.carried._drive(detach(self.carried, *self.passed))
 
 
-_current: Final = ContextVar[Run | None]("dblock_run", default=None)
+_current: Final = ContextVar[Any]("dblock_current_lock", default=None)
 
 
 def current_lock() -> TaskLock:
@@ -126,12 +126,10 @@ def current_lock() -> TaskLock:
 
     Raises LockNotHeld outside of a locked task.
     """
-    run = _current.get()
-    lock: Any = None if run is None else run.lock
+    lock: TaskLock | None = _current.get()
     if lock is None:
         raise LockNotHeld("no locked task is running in this thread")
-    held: TaskLock = lock
-    return held
+    return lock
 
 
 class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
@@ -141,6 +139,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     if TYPE_CHECKING:  # Celery's have no types
         name: str
 
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
         def s(self, *args: Any, **kwargs: Any) -> Any: ...
         def si(self, *args: Any, **kwargs: Any) -> Any: ...
         def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any: ...
@@ -148,20 +147,16 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run under the lock: in a worker, by `apply()`, or where it is called like a function."""
         request, body = self.request, super().__call__
-        called = request.called_directly or _run_of(request) is not None  # the latter by itself
+        called = request.called_directly or hasattr(request, "locked_run")  # the latter by itself
         if not called and body.__func__ is Task.__call__:
             body = self.run  # as a worker does; the other begins a request of its own
         header = Header.of(request.headers, request.id)
         run = Run(self, self.spec.key(self, args, kwargs), header, called or request.is_eager)
         call = functools.partial(body, *args, **kwargs)
         if not run.here:
-            request.locked_run = run
+            request.locked_run = run  # once it has come to its lock
         result: R = _take_turn(run, call) if run.here else _run_message(run, call)
         return result
-
-    def delay(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Send it, as Celery's `delay`."""
-        return self.apply_async(args, kwargs)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, task_id: Any = None, **options: Any) -> Any:
         """Send it, as Celery's `apply_async`; with scope="queue" or "both", a message that has the lock."""
@@ -170,7 +165,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
             return super().apply_async(args, kwargs, task_id=task_id, **options)
         key, delay = spec.key(self, args, kwargs), due_in(options)
         again = task_id is not None and task_id == request.id  # by `retry()`
-        run = _run_of(request) if again else None
+        run: Run | None = getattr(request, "locked_run", None) if again else None
         hanging = task_id is not None or any(options.get(name) for name in _HANGING)
         task_id = task_id or uuid()
         try:
@@ -213,13 +208,12 @@ Busy = LockTimeout | LockStoreError
 
 def _run_message(run: Run, body: Body) -> Any:
     task, spec, header = run.task, run.task.spec, run.header
-    if not header.token:
-        return _take_turn(run, body)
-    if not header.is_for(spec.queue_key(run.key)):
-        give_up(task, task.request.id, header.token)
+    key = spec.queue_key(run.key)
+    if not header.is_for(key):
+        if header.token:
+            give_up(task, task.request.id, header.token)
         run.header = header.carrying("")
         return _take_turn(run, body)
-    key = spec.queue_key(run.key)
     lock = spec.lock(task, key, 0) if spec.scope == "queue" else spec.queue_lock(task, key, 0)
     try:
         refused = accept(task, lock, header.token)
@@ -248,7 +242,7 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
                 let_go(run.carried)
             run.carried = lock if run.task.spec.scope == "queue" else None
             try:
-                _ = _current.set(run)
+                _ = _current.set(lock)
                 run.lock = lock
                 with _interrupting(lock, run.task.spec.interrupt):
                     return None, body()
@@ -362,12 +356,6 @@ def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
             wanting.clear()
 
 
-def _run_of(request: Any) -> Run | None:
-    """The run of the message of that request, once it has come to its lock."""
-    run: Run | None = vars(request).get("locked_run")
-    return run
-
-
 def _drop(task: Any, request: Any) -> None:
     """Release the lock that the message of that request carries, if any."""
     if token := Header.of(getattr(request, "headers", None), request.id).token:
@@ -383,7 +371,7 @@ def _revoked(sender: Any = None, request: Any = None, **_said: Any) -> None:
 def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> None:
     """A run has ended before it came to the lock that its message carries."""
     comes_again = state == "RETRY" or (isinstance(retval, Reject) and retval.requeue)
-    if isinstance(sender, LockTask) and _run_of(sender.request) is None and not comes_again:
+    if isinstance(sender, LockTask) and not (comes_again or hasattr(sender.request, "locked_run")):
         _drop(sender, sender.request)
 
 
