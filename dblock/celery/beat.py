@@ -67,7 +67,6 @@ class Claim(NamedTuple):
     entry: Any
     """As it is from the claim on."""
     before: Sent
-    claimed: Sent
 
 
 class SingleBeat(_mixin):  # type: ignore[misc]
@@ -144,8 +143,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._current().check()
         before = _sent(entry)
         reserved = super().reserve(entry)
-        self._claim = Claim(reserved, before, _sent(reserved))
-        self._write({**(self._runs or {}), entry.name: self._claim.claimed})
+        self._claim = Claim(reserved, before)
+        self._write({**(self._runs or {}), entry.name: _sent(reserved)})
         return reserved
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
@@ -224,7 +223,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
         self._number = max(self._number, number)
         claim = self._claim
-        if claim is not None and runs.get(claim.entry.name) == claim.claimed:
+        if claim is not None and runs.get(claim.entry.name) == _sent(claim.entry):
             runs[claim.entry.name] = claim.before
         self._runs, self._heap = runs, None
         self._read_schedule()

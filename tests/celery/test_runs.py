@@ -1521,55 +1521,6 @@ def test_a_key_that_has_changed_on_the_way_is_taken_anew(site: Site, scope: str)
     assert not site.held()
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"tries": 10**400, "since": 1.0},
-        {"tries": -5, "since": 1.0},
-        {"tries": 3, "since": float("inf")},
-        {"tries": 3, "since": float("nan")},
-        {"tries": 3, "since": 10**400},
-        {"tries": [[[]]], "since": {}},
-        {"token": "garbage"},
-        {"token": "dblock-token-1." + "A" * 9000},
-        {"eta": 10**400},
-    ],
-    ids=" ".join,
-)
-def test_a_header_with_nonsense_counts_for_nothing(site: Site, said: dict[str, Any]) -> None:
-    """The message goes back for the first time, and runs when its key is free."""
-
-    @site.task("k", busy_timeout=60)
-    def work(self: Any) -> str:
-        return str(current_lock().key)
-
-    with somebody(site.engine, "k"):
-        result = forge(site, work, **said)
-        before = time.time()
-        assert site.run().info()["id"] == result.id
-        back = site.fetch()
-        found = header(back)
-        assert (found.task, found.token, found.tries) == (result.id, "", 1)
-        assert before <= found.since <= time.time()
-    back.execute()
-    assert result.get() == "k"
-
-
-def test_a_time_to_come_does_not_put_a_limit_off(site: Site) -> None:
-    """Neither does a clock that is fast."""
-
-    work = site.task("k", busy_timeout=0.2)(nothing)
-    with somebody(site.engine, "k"):
-        result = forge(site, work, tries=1, since=time.time() + 1e6)
-        site.run()
-        deadline = time.monotonic() + 20
-        while site.messages() and time.monotonic() < deadline:
-            time.sleep(0.2)
-            site.run()
-        with pytest.raises(LockTimeout):
-            result.get(timeout=1)
-
-
 @pytest.mark.parametrize("serializer", ["json", "yaml", "pickle"])
 @pytest.mark.parametrize("protocol", [1, 2])
 def test_the_lock_travels_with_every_kind_of_message(site: Site, serializer: str, protocol: int) -> None:
