@@ -138,8 +138,8 @@ class Spec:
     interrupt: bool
     key_of: str | MakeKey | None = None
     engine: Any = None
-    scope: Scope = "run"
-    on_busy: OnBusy = "retry"
+    scope: Scope
+    on_busy: OnBusy
     timeout: float | EllipsisType | None = ...
     """That of `db_lock`; `...` if none was given."""
     busy_timeout: float | None = None
@@ -162,11 +162,7 @@ class Spec:
         if isinstance(self.key_of, str):
             return Template(self.key_of, self.function, bound=self.bind).key(tuple(args), kwargs)
         if self.key_of is not None:
-            try:
-                return valid_key(self.key_of(task, *args, **kwargs))
-            except TypeError as error:
-                why = f"the key of task {task.name} is made by a function of (task, *args, **kwargs): {error}"
-                raise InvalidKey(why) from error
+            return valid_key(self.key_of(task, *args, **kwargs))
         arguments = Template("", self.function, bound=self.bind).arguments(tuple(args), kwargs)
         try:
             text = dumps(arguments, sort_keys=True)
@@ -200,19 +196,8 @@ class Spec:
         return valid_key(f"{key} (queued)") if self.scope == "both" else key
 
 
-def _one_of(values: Any, name: str) -> Callable[[Any], Any]:
-    def valid(value: Any) -> Any:
-        if value not in get_args(values):
-            raise ValueError(f"{name} is one of {', '.join(map(repr, get_args(values)))}, not {value!r}")
-        return value
-
-    return valid
-
-
 _CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
     "engine": valid_engine,
-    "scope": _one_of(Scope, "scope"),
-    "on_busy": _one_of(OnBusy, "on_busy"),
     "timeout": valid_timeout,
     "busy_timeout": lambda given: valid_timeout(given, "busy_timeout"),
     "queue_ttl": lambda given: valid_ttl(given, "queue_ttl", "how long the lock of a message lasts,"),
@@ -232,6 +217,10 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
     core = valid_options(**{name: given[name] for name in OfLease.__annotations__.keys() & given.keys() - {"ttl"}})
     own = {name: check(given[name]) for name, check in _CHECKS.items() if name in given}
+    for name, values in (("scope", get_args(Scope)), ("on_busy", get_args(OnBusy))):
+        own[name] = given.get(name, values[0])
+        if own[name] not in values:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {own[name]!r}")
     spec = Spec(
         function=function,
         bind=bind,
