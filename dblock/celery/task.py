@@ -94,8 +94,6 @@ class Run:
     header: Header
     here: bool
     """Whether there is no message that could go back to the broker."""
-    lock: SyncLock | None = None
-    """What the body runs under."""
     carried: SyncLock | None = None
     """The lock that came with the message, while this run holds it."""
     passed: tuple[str, float] | None = None
@@ -192,8 +190,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     def _kept(self, run: Run | None, key: str, delay: float) -> str:
         """The token of the lock that this run leaves to its `retry()`; "" if it leaves none."""
         if run is not None:
-            same = run.lock is not None and run.lock is run.carried and run.key == key
-            return run.carry_on(delay) if same else ""
+            return run.carry_on(delay) if run.key == key else ""
         came = Header.of(self.request.headers, self.request.id)  # it has not come to its lock yet (`before_start`)
         if came.is_for(self.spec.queue_key(key)):
             return came.token
@@ -243,7 +240,6 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
             run.carried = lock if run.task.spec.scope == "queue" else None
             try:
                 _ = _current.set(lock)
-                run.lock = lock
                 with _interrupting(lock, run.task.spec.interrupt):
                     return None, body()
             except (Retry, Reject) as error:
