@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dblock.celery import BEAT_SCHEDULE
+from dblock.celery import beat_schedule
 
 SECRET_KEY = "an example, not a secret"
 DEBUG = True
@@ -86,7 +86,7 @@ SUPERVISED = os.environ.get("SUPERVISED", "")
 """The directory in which `make serve` is told whom to kill; empty: somebody else looks after the processes."""
 
 CELERY_BROKER_URL = os.environ.get("CELERY_BROKER_URL", "redis://127.0.0.1:6379/0")
-CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
+CELERY_BEAT_SCHEDULE = beat_schedule()
 CELERY_TASK_TRACK_STARTED = True
 if CELERY_BROKER_URL == "filesystem://":  # the demo: messages and results are files
     _directory = os.environ["CELERY_DIRECTORY"]

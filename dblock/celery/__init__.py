@@ -4,14 +4,10 @@
     LockTask              the base class of such a task
     current_lock          what the running task holds; TaskLock for annotations
     skipped               whether a result is what `on_busy="skip"` put in its place
-    task_skipped          Celery signals: somebody else held the key, and the task's run was left out
-    place_lost            the lock that a message carried had ended before a worker came to it
     beat_schedule         for the reaper: app.conf.beat_schedule = {**beat_schedule(every=60), ...}
-    BEAT_SCHEDULE         the same, every ten minutes
     PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
     DatabaseScheduler     the same for the schedule of django-celery-beat
     SingleBeat            mixed in before another scheduler, the same
-    reaper                makes the task that it calls, in an app without Django
 
 Rule: importing this imports no Celery, so that settings may use it too; the names that need it are resolved at first
 use.
@@ -27,12 +23,10 @@ if TYPE_CHECKING:
     from dblock.celery.beat import PersistentScheduler, SingleBeat
     from dblock.celery.database_beat import DatabaseScheduler
     from dblock.celery.decorator import locked_task
-    from dblock.celery.reaping import reaper
-    from dblock.celery.results import place_lost, skipped, task_skipped
+    from dblock.celery.results import skipped
     from dblock.celery.task import LockTask, TaskLock, current_lock
 
 __all__ = [
-    "BEAT_SCHEDULE",
     "DatabaseScheduler",
     "LockTask",
     "PersistentScheduler",
@@ -41,10 +35,7 @@ __all__ = [
     "beat_schedule",
     "current_lock",
     "locked_task",
-    "place_lost",
-    "reaper",
     "skipped",
-    "task_skipped",
 ]
 
 
@@ -60,9 +51,6 @@ def beat_schedule(every: float | timedelta = 600.0, **arguments: Any) -> dict[st
     return {"dblock.reap_expired": entry}
 
 
-BEAT_SCHEDULE: Final = beat_schedule()
-"""Reap every ten minutes."""
-
 _MODULES: Final = {
     "DatabaseScheduler": "database_beat",
     "LockTask": "task",
@@ -71,10 +59,7 @@ _MODULES: Final = {
     "TaskLock": "task",
     "locked_task": "decorator",
     "current_lock": "task",
-    "place_lost": "results",
-    "reaper": "reaping",
     "skipped": "results",
-    "task_skipped": "results",
 }
 
 

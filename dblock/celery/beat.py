@@ -35,7 +35,7 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery import states
-from dblock.celery.faces import leader_of, valid_engine
+from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
@@ -67,7 +67,6 @@ class Claim(NamedTuple):
     entry: Any
     """As it is from the claim on."""
     before: Sent
-    claimed: Sent
 
 
 class SingleBeat(_mixin):  # type: ignore[misc]
@@ -144,8 +143,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._current().check()
         before = _sent(entry)
         reserved = super().reserve(entry)
-        self._claim = Claim(reserved, before, _sent(reserved))
-        self._write({**(self._runs or {}), entry.name: self._claim.claimed})
+        self._claim = Claim(reserved, before)
+        self._write({**(self._runs or {}), entry.name: _sent(reserved)})
         return reserved
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
@@ -188,8 +187,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         super().setup_schedule()
 
     def _new_leader(self) -> SyncLeader:
-        options = {} if self.using is None else {"using": self.using}
-        return leader_of(valid_engine(type(self).engine), self._key, ttl=self.lock_ttl, **options)
+        engine, options = valid_engine(type(self).engine), {} if self.using is None else {"using": self.using}
+        leader: SyncLeader = made_of(engine, "db_leader", self._key, ttl=self.lock_ttl, **options)
+        return leader
 
     def _current(self) -> SyncLeader:
         if self._leader is None:
@@ -223,7 +223,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
         self._number = max(self._number, number)
         claim = self._claim
-        if claim is not None and runs.get(claim.entry.name) == claim.claimed:
+        if claim is not None and runs.get(claim.entry.name) == _sent(claim.entry):
             runs[claim.entry.name] = claim.before
         self._runs, self._heap = runs, None
         self._read_schedule()
@@ -299,15 +299,11 @@ def _undisturbed() -> Iterator[None]:
 
     def wait(number: int, _: FrameType | None) -> None:
         came.append(number)
-        if len(came) > 1:
-            end()
+        end()
 
     def end() -> None:
         for each, handler in before.items():
             _ = signal.signal(each, handler)
-        if came:
-            number, came[:] = came[0], []
-            signal.raise_signal(number)
 
     before = {each: signal.getsignal(each) or signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGINT)}
     for each in before:
@@ -316,3 +312,5 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         end()
+        if came:
+            signal.raise_signal(came[0])

@@ -17,8 +17,6 @@ from dblock.celery.beat import Sent, SingleBeat
 
 _IN_THE_PAST: Final = timedelta(days=365 * 30)
 """`ModelEntry` takes an entry with a `start_time` and no `last_run_at` to have run this long ago."""
-_DEFAULT: Final = "celery.backend_cleanup"
-"""The entry that the scheduler adds itself."""
 
 
 class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: ignore[misc]
@@ -35,18 +33,14 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
         return entries
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
-        """Send it, and write that down."""
+        """Send it, and write that down; what is only claimed is not written down."""
         super().apply_entry(entry, producer)
-        self.sync()
+        if self._claim is None:
+            self.sync()
 
-    def sync(self) -> None:
-        """Write down what was sent; what is only claimed is not."""
-        claimed = self._dirty & ({self._claim.entry.name} if self._claim else set())
-        self._dirty -= claimed
-        try:
-            super().sync()
-        finally:
-            self._dirty |= claimed
+    def should_sync(self) -> bool:
+        """Whether Celery is to call `sync` too, with each message, sent or not, or every three minutes."""
+        return False
 
     def _take_over(self) -> None:
         self._schedule, self._initial_read, self._dirty = None, True, set[str]()
@@ -60,18 +54,13 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
             self._dirty.add(entry.name)
 
     def _catch_up(self, entry: Any, sent: Sent) -> None:
-        if self._told_by(entry) < datetime.fromisoformat(sent.moment):
-            self._date(entry, sent)
+        """The same if the state is newer than the row.
 
-    def _told_by(self, entry: Any) -> datetime:
-        """The time to which the row's last run is true.
-
-        Without a `last_run_at` that is the row's last change: it is to begin anew, as one that was enabled again. But
-        rows of entries from the app's settings are changed by each beat that starts.
+        Where the row has no `last_run_at`, its last change counts: it is to begin anew, as one that was enabled again.
         """
-        told: datetime = maybe_make_aware(entry.last_run_at)
-        changed = entry.model.date_changed
-        if changed is None or told not in {maybe_make_aware(changed), maybe_make_aware(changed) - _IN_THE_PAST}:
-            return told
-        ours = entry.name == _DEFAULT or entry.name in self.app.conf.beat_schedule
-        return told - _IN_THE_PAST if ours else maybe_make_aware(changed)
+        told, changed = maybe_make_aware(entry.last_run_at), maybe_make_aware(entry.model.date_changed)
+        if told == changed - _IN_THE_PAST:
+            told = changed
+        saved = told == changed and entry.name in self.app.conf.beat_schedule  # by each beat that becomes active
+        if saved or told < datetime.fromisoformat(sent.moment):
+            self._date(entry, sent)

@@ -10,10 +10,10 @@ from celery import Celery, current_app
 from celery._state import _get_active_apps, connect_on_app_finalize
 from celery.local import Proxy
 
-from dblock.celery import checks as _checks  # noqa: F401 - speaks when a worker begins
-from dblock.celery.options import LockOptions, Spec, TaskOptions, refuse_unknown, spec_for
+from dblock.celery.options import LockOptions, Spec, TaskOptions, spec_for
 from dblock.celery.task import LockTask
 from dblock.core.errors import LockTimeout
+from dblock.core.options import unknown_options
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +44,9 @@ def locked_task(given: Any = None, /, *, bind: bool = False, app: Any = None, **
 
     Raises TypeError for options that it does not have, ValueError for those that do nothing or make no sense together.
     """
-    refuse_unknown(options)
+    known = [*TaskOptions.__annotations__, "bind", "app"]
+    if unknown := options.keys() - set(known):  # Celery would make attributes of them
+        raise unknown_options(sorted(unknown), known, "locked_task")
     if callable(given):
         if bind or app is not None or options:
             raise TypeError("the key comes first, which is text; a function that makes it is key=function")

@@ -16,10 +16,10 @@ from kombu.serialization import dumps as serialize
 from kombu.serialization import loads as deserialize
 from kombu.utils.json import dumps
 
-from dblock.celery.faces import lock_of, valid_engine
+from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
-from dblock.core.options import OfLease, unknown_options, valid_options
+from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from dblock.core.lock.locks import SyncLock
 
-OnBusy = Literal["retry", "wait", "skip", "raise", "join"]
+OnBusy = Literal["retry", "wait", "skip", "raise"]
 Scope = Literal["run", "queue", "both"]
-OnRetry = Literal["keep", "release"]
 MakeKey = Callable[..., str]
 """`(task, *args, **kwargs)`, the arguments of the call."""
 
@@ -44,21 +43,17 @@ class LockOptions(OfLease, total=False):
         "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s; this does not count
         for `max_retries`, nor occupy a worker. "wait": its worker waits in the queue, up to `timeout`, then
         LockTimeout. "skip": it ends with a result that `dblock.celery.skipped` knows. "raise": LockTimeout.
-        "join", for the scopes that lock at sending, where it is the default: a second call returns the AsyncResult of
-        the first.
+        Where the lock is taken at sending, "retry" and "skip" return the AsyncResult of the first call.
     scope: "run": locked while it runs. "queue": from its sending until it has ended. "both": one lock while it is
         queued, another one while it runs: at most one of each.
     engine: a SQLAlchemy Engine, or a function that returns one, whose database has the lock; by default Django's.
     timeout: seconds for which to wait for the key, in a worker (and "queue", "wait": where it is sent); 0 but for
         "wait", which has the default of `db_lock`.
     busy_timeout: seconds after the first busy try at which "retry" gives up with LockTimeout; None for never.
-    busy_retries: how often "retry" goes back at most; None for ever.
     queue_ttl: seconds for which the lock of a message lasts from the moment at which the task is due (3600): nobody
         renews it until a worker runs the task. Too short, and a second message may be sent before the first one ran
         (which then takes the key anew, or acts as `on_busy` says); too long, and the key stays taken for so long when
         a broker loses the message.
-    on_retry: what becomes of the lock of a message when the task calls its own `retry()`: "keep" (the default): it goes
-        along with it; "release".
     interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft time
         limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
     permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
@@ -72,9 +67,7 @@ class LockOptions(OfLease, total=False):
     engine: Engine | Callable[[], Engine] | None
     timeout: Seconds | None
     busy_timeout: Seconds | None
-    busy_retries: int | None
     queue_ttl: Seconds
-    on_retry: OnRetry
     interrupt: bool
     permits: int | None
     using: str | None
@@ -145,13 +138,11 @@ class Spec:
     interrupt: bool
     key_of: str | MakeKey | None = None
     engine: Any = None
-    scope: Scope = "run"
+    scope: Scope
     on_busy: OnBusy
-    on_retry: OnRetry = "keep"
     timeout: float | EllipsisType | None = ...
     """That of `db_lock`; `...` if none was given."""
     busy_timeout: float | None = None
-    busy_retries: int | None = None
     queue_ttl: float = 3600.0
     permits: int | None = None
     """How many runs may hold the key at a time; None for a plain lock."""
@@ -171,11 +162,7 @@ class Spec:
         if isinstance(self.key_of, str):
             return Template(self.key_of, self.function, bound=self.bind).key(tuple(args), kwargs)
         if self.key_of is not None:
-            try:
-                return valid_key(self.key_of(task, *args, **kwargs))
-            except TypeError as error:
-                why = f"the key of task {task.name} is made by a function of (task, *args, **kwargs): {error}"
-                raise InvalidKey(why) from error
+            return valid_key(self.key_of(task, *args, **kwargs))
         arguments = Template("", self.function, bound=self.bind).arguments(tuple(args), kwargs)
         try:
             text = dumps(arguments, sort_keys=True)
@@ -185,15 +172,20 @@ class Spec:
 
     def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
         """The lock of one run; `timeout` as that of `db_lock`."""
-        waits = {} if timeout is ... else {"timeout": timeout}
-        return lock_of(self.engine, key, self.permits, label=self.label_of(task), **waits, **self.options)
+        told = {"label": self.label_of(task), **({} if timeout is ... else {"timeout": timeout}), **self.options}
+        if self.permits is None:
+            lock: SyncLock = made_of(self.engine, "db_lock", key, **told)
+        else:
+            lock = made_of(self.engine, "db_semaphore", key, permits=self.permits, **told).permit()
+        return lock
 
     def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
         """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
         kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
         kept |= {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
-        waits = {} if timeout is ... else {"timeout": timeout}
-        return lock_of(self.engine, key, None, label=self.label_of(task), release="now", **waits, **kept)
+        kept |= {} if timeout is ... else {"timeout": timeout}
+        lock: SyncLock = made_of(self.engine, "db_lock", key, label=self.label_of(task), release="now", **kept)
+        return lock
 
     def label_of(self, task: Any) -> str:
         """The task's name is stored with the lock, beside its id."""
@@ -204,39 +196,18 @@ class Spec:
         return valid_key(f"{key} (queued)") if self.scope == "both" else key
 
 
-def _one_of(values: Any, name: str) -> Callable[[Any], Any]:
-    def valid(value: Any) -> Any:
-        if value not in get_args(values):
-            raise ValueError(f"{name} is one of {', '.join(map(repr, get_args(values)))}, not {value!r}")
-        return value
-
-    return valid
-
-
-def _valid_retries(retries: Any) -> int | None:
-    if retries is not None and (type(retries) is not int or retries < 0):
-        raise ValueError(f"busy_retries is a number of times or None, not {retries!r}")
-    return retries
-
-
 _CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
     "engine": valid_engine,
-    "scope": _one_of(Scope, "scope"),
-    "on_busy": _one_of(OnBusy, "on_busy"),
-    "on_retry": _one_of(OnRetry, "on_retry"),
     "timeout": valid_timeout,
     "busy_timeout": lambda given: valid_timeout(given, "busy_timeout"),
-    "busy_retries": _valid_retries,
     "queue_ttl": lambda given: valid_ttl(given, "queue_ttl", "how long the lock of a message lasts,"),
     "permits": lambda given: None if given is None else valid_permits(given),
 }
 """What is made of an option that db_lock does not have."""
 _LOCKS: Final = {"using", *OfLease.__annotations__} - {"label", "interrupt"}
 _NEEDS: Final = {
-    "busy_timeout": ("on_busy", ("retry", "join")),
-    "busy_retries": ("on_busy", ("retry", "join")),
+    "busy_timeout": ("on_busy", ("retry",)),
     "queue_ttl": ("scope", ("queue", "both")),
-    "on_retry": ("scope", ("queue", "both")),
     "permits": ("scope", ("run",)),
 }
 """Options that do nothing unless another one has one of these values."""
@@ -246,7 +217,10 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
     core = valid_options(**{name: given[name] for name in OfLease.__annotations__.keys() & given.keys() - {"ttl"}})
     own = {name: check(given[name]) for name, check in _CHECKS.items() if name in given}
-    _ = own.setdefault("on_busy", "retry" if own.get("scope", "run") == "run" else "join")
+    for name, values in (("scope", get_args(Scope)), ("on_busy", get_args(OnBusy))):
+        own[name] = given.get(name, values[0])
+        if own[name] not in values:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {own[name]!r}")
     spec = Spec(
         function=function,
         bind=bind,
@@ -259,8 +233,6 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     for name, (other, values) in _NEEDS.items():
         if given.get(name) is not None and getattr(spec, other) not in values:
             raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
-    if spec.on_busy == "join" and spec.scope == "run":
-        raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
     if spec.permits is not None and "reentrant" in given:
         raise ValueError("reentrant is not for permits: each run has one of its own")
     if (using := given.get("using")) is not None:
@@ -276,10 +248,3 @@ def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any])
     elif not (spec.key_of is None or callable(spec.key_of)):
         raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {spec.key_of!r}")
     return spec
-
-
-def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raise TypeError for options that `locked_task` has not: Celery would make attributes of them."""
-    known = [*TaskOptions.__annotations__, "bind", "app"]
-    if unknown := given.keys() - set(known):
-        raise unknown_options(sorted(unknown), known, "locked_task")

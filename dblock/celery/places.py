@@ -6,7 +6,6 @@ seconds from the moment at which the task is due. Its token is good for one run,
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from celery.backends.base import DisabledBackend
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from dblock.celery.results import place_lost
-from dblock.core import clock, runtime
+from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
 from dblock.core.identity import acting_for, storable
@@ -28,10 +26,6 @@ from dblock.core.values import Grant
 if TYPE_CHECKING:
     from dblock.celery.options import Spec
     from dblock.core.lock.locks import SyncLock
-
-OWN: Final = 2.0
-"""Seconds for which a run waits for an earlier run of the same task, which sent the message by `retry()` and is about
-to end. Also for a database that did not answer at once, if nobody would bring the message back."""
 
 
 def take(task: Any, key: str, task_id: str, delay: float) -> str:
@@ -61,27 +55,23 @@ def first_result(task: Any, busy: LockTimeout) -> Any:
 def accept(task: Any, lock: SyncLock, text: str) -> LockError | None:
     """Hold the lock of the message that this run has come with; else why it does not hold it.
 
-    LockLost: its lease has ended. LockTimeout: another run of the same message is under way, or was killed within the
-    last ttl. LockStoreError: the database is away.
+    LockLost: its lease has ended. LockTimeout: an earlier run of the same task has used it, which is under way or was
+    killed within the last ttl, or has sent the message by `retry()` and is about to end. LockStoreError: the database
+    is away.
     """
-    who, deadline = f"{task.name}[{task.request.id}]", clock.now() + OWN
-    while True:
-        try:
-            _ = lock._drive(attach(lock, valid_token(text)))
-        except LockLost as lost:
-            if lost.reason is not Reason.USED:
-                reason = "the process that ran the task before was killed, or the message waited longer than queue_ttl"
-                why = f"its lease has ended: {reason}" if lost.reason is Reason.EXPIRED else str(lost)
-                warn("the lock of task %s was over before it ran: %s", who, why)
-                _ = place_lost.send(task, task_id=task.request.id, key=lost.key, error=lost)
-                return lost
-            if clock.now() > deadline:
-                return LockTimeout(f"another run of task {who} is under way, or has died", key=lost.key)
-            time.sleep(OWN / 40)  # an earlier run has used it, or has yet to detach it
-        except (LockStoreError, LockTimeout) as busy:  # the keys may be closed after a failover
-            return busy
-        else:
-            return None
+    who = f"{task.name}[{task.request.id}]"
+    try:
+        _ = lock._drive(attach(lock, valid_token(text)))
+    except LockLost as lost:
+        if lost.reason is Reason.USED:
+            return LockTimeout(f"another run of task {who} is under way, or has died", key=lost.key)
+        reason = "the process that ran the task before was killed, or the message waited longer than queue_ttl"
+        why = f"its lease has ended: {reason}" if lost.reason is Reason.EXPIRED else str(lost)
+        warn("the lock of task %s was over before it ran: %s", who, why)
+        return lost
+    except (LockStoreError, LockTimeout) as busy:  # the keys may be closed after a failover
+        return busy
+    return None
 
 
 def give_up(task: Any, task_id: Any, text: str) -> None:

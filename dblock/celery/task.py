@@ -5,12 +5,12 @@ A run of a message:
     the lock came with the message ──> body, unless another run of the same message is under way: back
      └── it did not, or is over ──> try the key ── free ──> body
                                         ├── busy ──> back | skip | fail, as on_busy says
-                                        │    └── by an earlier run of the same task ──> wait a moment, back
-                                        └── no answer ──> back | wait a moment, fail
+                                        ├── busy by an earlier run of the same task ──> back
+                                        └── no answer of the database ──> back
 
 A call of `apply_async`, which `delay`, canvas, beat and `retry()` lead to:
 
-    a new call              takes the lock of the message; where somebody has it: joins, is refused or waits
+    a new call              takes the lock of the message; where somebody has it: the first result, refused, or waits
     its id is given before  (canvas, replace): takes it if it can, and is sent in any case
     its own retry()         carries the lock of the run on, if that is for the same key
 
@@ -38,8 +38,8 @@ from celery.utils import uuid
 
 from dblock.celery.header import Header
 from dblock.celery.pace import Pace
-from dblock.celery.places import OWN, accept, due_in, elsewhere, first_result, give_up, let_go, take
-from dblock.celery.results import skip_result, task_skipped
+from dblock.celery.places import accept, due_in, elsewhere, first_result, give_up, let_go, take
+from dblock.celery.results import skip_result
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.identity import storable
 from dblock.core.lock.leaving import detach
@@ -94,8 +94,6 @@ class Run:
     header: Header
     here: bool
     """Whether there is no message that could go back to the broker."""
-    lock: SyncLock | None = None
-    """What the body runs under."""
     carried: SyncLock | None = None
     """The lock that came with the message, while this run holds it."""
     passed: tuple[str, float] | None = None
@@ -118,7 +116,7 @@ class Run:
                 _ = self.carried._drive(detach(self.carried, *self.passed))
 
 
-_current: Final = ContextVar[Run | None]("dblock_run", default=None)
+_current: Final = ContextVar[Any]("dblock_current_lock", default=None)
 
 
 def current_lock() -> TaskLock:
@@ -126,12 +124,10 @@ def current_lock() -> TaskLock:
 
     Raises LockNotHeld outside of a locked task.
     """
-    run = _current.get()
-    lock: Any = None if run is None else run.lock
+    lock: TaskLock | None = _current.get()
     if lock is None:
         raise LockNotHeld("no locked task is running in this thread")
-    held: TaskLock = lock
-    return held
+    return lock
 
 
 class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
@@ -141,6 +137,7 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     if TYPE_CHECKING:  # Celery's have no types
         name: str
 
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
         def s(self, *args: Any, **kwargs: Any) -> Any: ...
         def si(self, *args: Any, **kwargs: Any) -> Any: ...
         def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any: ...
@@ -148,20 +145,16 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run under the lock: in a worker, by `apply()`, or where it is called like a function."""
         request, body = self.request, super().__call__
-        called = request.called_directly or _run_of(request) is not None  # the latter by itself
+        called = request.called_directly or hasattr(request, "locked_run")  # the latter by itself
         if not called and body.__func__ is Task.__call__:
             body = self.run  # as a worker does; the other begins a request of its own
         header = Header.of(request.headers, request.id)
         run = Run(self, self.spec.key(self, args, kwargs), header, called or request.is_eager)
         call = functools.partial(body, *args, **kwargs)
         if not run.here:
-            request.locked_run = run
+            request.locked_run = run  # once it has come to its lock
         result: R = _take_turn(run, call) if run.here else _run_message(run, call)
         return result
-
-    def delay(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Send it, as Celery's `delay`."""
-        return self.apply_async(args, kwargs)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, task_id: Any = None, **options: Any) -> Any:
         """Send it, as Celery's `apply_async`; with scope="queue" or "both", a message that has the lock."""
@@ -170,13 +163,13 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
             return super().apply_async(args, kwargs, task_id=task_id, **options)
         key, delay = spec.key(self, args, kwargs), due_in(options)
         again = task_id is not None and task_id == request.id  # by `retry()`
-        run = _run_of(request) if again else None
+        run: Run | None = getattr(request, "locked_run", None) if again else None
         hanging = task_id is not None or any(options.get(name) for name in _HANGING)
         task_id = task_id or uuid()
         try:
             if again:
                 token = self._kept(run, key, delay)
-            if spec.scope != "run" and not token and not (again and spec.on_retry == "release"):
+            if spec.scope != "run" and not token:
                 try:
                     token = taken = take(self, key, str(task_id), delay)
                 except LockTimeout as busy:
@@ -197,10 +190,9 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
     def _kept(self, run: Run | None, key: str, delay: float) -> str:
         """The token of the lock that this run leaves to its `retry()`; "" if it leaves none."""
         if run is not None:
-            same = run.lock is not None and run.lock is run.carried and run.key == key
-            return run.carry_on(delay) if same and self.spec.on_retry == "keep" else ""
+            return run.carry_on(delay) if run.key == key else ""
         came = Header.of(self.request.headers, self.request.id)  # it has not come to its lock yet (`before_start`)
-        if self.spec.on_retry == "keep" and came.is_for(self.spec.queue_key(key)):
+        if came.is_for(self.spec.queue_key(key)):
             return came.token
         _drop(self, self.request)
         return ""
@@ -213,13 +205,12 @@ Busy = LockTimeout | LockStoreError
 
 def _run_message(run: Run, body: Body) -> Any:
     task, spec, header = run.task, run.task.spec, run.header
-    if not header.token:
-        return _take_turn(run, body)
-    if not header.is_for(spec.queue_key(run.key)):
-        give_up(task, task.request.id, header.token)
+    key = spec.queue_key(run.key)
+    if not header.is_for(key):
+        if header.token:
+            give_up(task, task.request.id, header.token)
         run.header = header.carrying("")
         return _take_turn(run, body)
-    key = spec.queue_key(run.key)
     lock = spec.lock(task, key, 0) if spec.scope == "queue" else spec.queue_lock(task, key, 0)
     try:
         refused = accept(task, lock, header.token)
@@ -248,8 +239,7 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
                 let_go(run.carried)
             run.carried = lock if run.task.spec.scope == "queue" else None
             try:
-                _ = _current.set(run)
-                run.lock = lock
+                _ = _current.set(lock)
                 with _interrupting(lock, run.task.spec.interrupt):
                     return None, body()
             except (Retry, Reject) as error:
@@ -273,31 +263,26 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
 def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
     """Run under a lock that is taken now. `busy`: why the message goes back once before the lock is tried.
 
-    A key that an earlier run of the same task has (`own`) is waited for, and then tried again, whatever `on_busy` says.
+    It goes back, whatever `on_busy` says, if an earlier run of the same task has the key, or if the database is away.
     """
     task, spec = run.task, run.task.spec
-    back, me = spec.on_busy in {"retry", "join"}, storable(str(task.request.id or ""))
-    waits = spec.on_busy == "wait" or (run.here and back)
+    me = storable(str(task.request.id or ""))
+    waits = spec.on_busy == "wait" or (run.here and spec.on_busy == "retry")
     timeout = spec.timeout if waits or spec.timeout is not ... else 0
     while True:
-        own = busy is not None
+        back = spec.on_busy == "retry" or busy is not None
         if busy is None:
             busy, result = _under(run, spec.lock(task, run.key, timeout), body)
             if busy is None:
                 return result
             holder = getattr(busy, "holder", None)
             own = holder is not None and holder.identity.celery_task_id == me != ""
-            unknown = isinstance(busy, LockStoreError) and timeout == 0 and spec.on_busy in {"skip", "raise"}
-            if (own or unknown) and timeout != OWN:
-                busy, timeout = None, OWN
-                continue
-        if (back or own) and not run.here:
+            back = back or own or isinstance(busy, LockStoreError)
+        if back and not run.here:
             timeout = _send_back(run, busy)
             busy = None
         elif spec.on_busy == "skip" and isinstance(busy, LockTimeout):
-            skipped = skip_result(task, busy)
-            _ = task_skipped.send(task, task_id=task.request.id, key=run.key, result=skipped)
-            return skipped
+            return skip_result(task, busy)
         else:
             raise busy
 
@@ -312,7 +297,7 @@ def _send_back(run: Run, busy: Busy) -> float:
     run.header = header = run.header.busy_again()
     waited = time.time() - header.since
     left = float("inf") if spec.busy_timeout is None else spec.busy_timeout - waited
-    if left <= 0 or (spec.busy_retries is not None and tries >= spec.busy_retries):
+    if left <= 0:
         raise LockTimeout(
             f"task {task.name}[{request.id}] found its key busy {tries + 1} times in {waited:.0f} s: {busy}",
             key=run.key,
@@ -367,12 +352,6 @@ def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
             wanting.clear()
 
 
-def _run_of(request: Any) -> Run | None:
-    """The run of the message of that request, once it has come to its lock."""
-    run: Run | None = vars(request).get("locked_run")
-    return run
-
-
 def _drop(task: Any, request: Any) -> None:
     """Release the lock that the message of that request carries, if any."""
     if token := Header.of(getattr(request, "headers", None), request.id).token:
@@ -388,7 +367,7 @@ def _revoked(sender: Any = None, request: Any = None, **_said: Any) -> None:
 def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> None:
     """A run has ended before it came to the lock that its message carries."""
     comes_again = state == "RETRY" or (isinstance(retval, Reject) and retval.requeue)
-    if isinstance(sender, LockTask) and _run_of(sender.request) is None and not comes_again:
+    if isinstance(sender, LockTask) and not (comes_again or hasattr(sender.request, "locked_run")):
         _drop(sender, sender.request)
 
 

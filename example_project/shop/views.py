@@ -192,7 +192,7 @@ POLICIES: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "wait": ("return_item", "waits in the worker, in the key's queue", lambda: tasks.return_item.delay("mug", WORK)),
     "skip": ("audit", "is left out, and says who holds the key", lambda: tasks.audit.delay("mug", WORK)),
     "raise": ("reprice", "fails with LockTimeout", lambda: tasks.reprice.delay("mug", 5, WORK)),
-    "join": ("count_all", "is not sent again: you get the result of the first", lambda: tasks.count_all.delay(WORK)),
+    "queue": ("count_all", "is not sent again: you get the result of the first", lambda: tasks.count_all.delay(WORK)),
 }
 """By what a task does when its key is busy: the task, that in words, and how it is sent."""
 

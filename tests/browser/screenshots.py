@@ -124,7 +124,7 @@ def shoot_shop(browser: Browser, shop: Shop) -> None:
         page.goto("/item/lamp/")
         page.get_by_role("button", name=till).click()
     page.goto("/tasks/")
-    for policy in ("join", "raise", "skip", "retry"):
+    for policy in ("queue", "raise", "skip", "retry"):
         page.get_by_role("button", name=f"Send three with {policy}").click()
     expect(page.locator("#sent").locator(".pending, .started, .retry")).to_have_count(0, timeout=30_000)
     for name, address, (width, height), full in SHOP:

@@ -117,7 +117,7 @@ def test_a_killed_leader_is_replaced(visit: Visit) -> None:
 def test_tasks_of_each_policy(visit: Visit) -> None:
     """One gets the key; those that come meanwhile do what their policy says."""
     page = visit("/tasks/")
-    policies = ("raise", "skip", "wait", "join")
+    policies = ("raise", "skip", "wait", "queue")
     for policy in policies:
         page.get_by_role("button", name=f"Send three with {policy}").click()
     rows = page.locator("#sent tbody tr")
@@ -129,10 +129,10 @@ def test_tasks_of_each_policy(visit: Visit) -> None:
         "raise": {"success", "failure"},
         "skip": {"success", "skipped"},
         "wait": {"success"},
-        "join": {"success"},
+        "queue": {"success"},
     }
     assert sorted(int(row[4]) for row in seen["wait"]) == [13, 14, 15], "each one put its item back"
-    assert len({row[2] for row in seen["join"]}) < 3, "fewer runs than results"
+    assert len({row[2] for row in seen["queue"]}) < 3, "fewer runs than results"
 
 
 LOOKS: list[tuple[str, Any, int]] = [

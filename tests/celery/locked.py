@@ -91,10 +91,8 @@ locked = functools.partial(locked_task, app=app, bind=True, engine=engine)
 POLICIES = ("retry", "wait", "skip", "raise")
 SCOPES = ("run", "queue", "both")
 TASKS: dict[tuple[str, str], Any] = {}
-for _policy in (*POLICIES, "join"):
+for _policy in POLICIES:
     for _scope in SCOPES:
-        if (_policy, _scope) == ("join", "run"):
-            continue
         _options: dict[str, Any] = {"on_busy": _policy, "scope": _scope, "ttl": 3}
         if _policy == "wait":
             _options["timeout"] = 60
@@ -131,15 +129,6 @@ def own_retry(self: Any, resource: str) -> Any:
 @locked("carried {resource}", scope="queue", ttl=3, max_retries=2)
 def carried_retry(self: Any, resource: str) -> Any:
     """Likewise, and its lock goes along with the message."""
-    fence = current_lock().fence
-    if self.request.retries < 2:
-        raise self.retry(countdown=0.2)
-    return str(fence)
-
-
-@locked("released {resource}", scope="queue", on_retry="release", ttl=3, max_retries=2)
-def released_retry(self: Any, resource: str) -> Any:
-    """Likewise, but its lock does not."""
     fence = current_lock().fence
     if self.request.retries < 2:
         raise self.retry(countdown=0.2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dblock.celery import BEAT_SCHEDULE
+from dblock.celery import beat_schedule
 from example_project.celery import app
 
-app.conf.beat_schedule = {name: {**entry, "schedule": 1.0} for name, entry in BEAT_SCHEDULE.items()}
+app.conf.beat_schedule = {name: {**entry, "schedule": 1.0} for name, entry in beat_schedule().items()}
 app.conf.worker_hijack_root_logger = True

@@ -265,3 +265,32 @@ def test_what_the_broker_did_not_take_is_not_written_down_as_sent(make: Callable
     """Though Celery has the schedule saved with each message, sent or not."""
     done = python("-c", UNSENT, environment=make(**beats_site(tmp_path)).environment)
     assert done.returncode == 0, done.stderr
+
+
+NEW = """
+import django
+django.setup()
+import time
+from celery import Celery
+from django.core.management import call_command
+from dblock.celery import DatabaseScheduler
+call_command("migrate", verbosity=0)
+app = Celery("beats", broker="memory://")
+app.conf.beat_schedule = {"daily": {"task": "t", "schedule": 86400.0}}
+moments = []
+for _ in range(2):
+    scheduler = DatabaseScheduler(app)
+    scheduler.tick()
+    moments.append(scheduler.schedule["daily"].last_run_at)
+    scheduler.close()
+    time.sleep(0.1)
+assert moments[0] == moments[1], moments
+"""
+
+
+def test_an_entry_of_the_settings_that_is_new_counts_from_the_first_beat(
+    make: Callable[..., Beats], tmp_path: Path
+) -> None:
+    """Though each beat that becomes active saves its row anew: a fail-over does not begin that time again."""
+    done = python("-c", NEW, environment=make(**beats_site(tmp_path)).environment)
+    assert done.returncode == 0, done.stderr

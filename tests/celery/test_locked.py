@@ -30,11 +30,9 @@ LEASE = 3.0
 
 
 @pytest.mark.parametrize("scope", locked.SCOPES)
-@pytest.mark.parametrize("policy", [*locked.POLICIES, "join"])
+@pytest.mark.parametrize("policy", locked.POLICIES)
 def test_tasks_take_turns(celery: Celery, policy: str, scope: str) -> None:
     """On each key one at a time, and each task ends as its policy says."""
-    if (policy, scope) not in locked.TASKS:
-        pytest.skip("who locks where the task runs has nobody to join")
     task, results, refused = locked.TASKS[policy, scope], [], 0
     for number in range(16):
         try:
@@ -85,12 +83,11 @@ def test_its_own_retry_does_not_meet_its_own_lock(celery: Celery) -> None:
 
 
 def test_its_own_retry_takes_the_lock_along(celery: Celery) -> None:
-    """One tenure from the first sending to the last run; or one for each run."""
-    kept, released = locked.carried_retry.delay("r"), locked.released_retry.delay("r")
+    """One tenure from the first sending to the last run."""
+    kept = locked.carried_retry.delay("r")
     assert locked.carried_retry.delay("r").id == kept.id
     [first] = run("postgresql", "SELECT fence FROM locks WHERE lock_key = 'carried r'")
     assert kept.get(timeout=30) == str(first[0])
-    assert released.get(timeout=30)
     assert not held()
 
 
@@ -131,7 +128,7 @@ def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
     """Before it runs, while it waits for its time, and (killed) while it runs: then within its ttl."""
     celery = make()  # of its own: after a kill by revoke() Celery's pool may lose what it gives that process next
     celery.worker("--concurrency=1")
-    task = locked.TASKS["join", "queue"]
+    task = locked.TASKS["retry", "queue"]
     if when == "queued":
         blocker = locked.TASKS["wait", "run"].delay("b", 3.0)
         wait_until(runs)
@@ -141,7 +138,7 @@ def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
     locked.app.control.revoke(result.id, terminate=when == "running", signal="SIGKILL")
     with pytest.raises((TaskRevokedError, WorkerLostError)):
         result.get(timeout=30)
-    alive = "SELECT 1 FROM locks WHERE lock_key LIKE 'join%' AND expires_at > now()"
+    alive = "SELECT 1 FROM locks WHERE lock_key LIKE 'retry queue%' AND expires_at > now()"
     wait_until(lambda: not run("postgresql", alive), LEASE + 20)
     if when == "queued":
         assert blocker.get(timeout=20) == "done b"

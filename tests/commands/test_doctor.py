@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,18 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from dblock.celery import locked_task
 from dblock.core.errors import LockStoreError
 from dblock.operating.commands import checkup
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
-from dblock.operating.commands.doctor import tasks
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
@@ -67,7 +63,7 @@ def test_a_healthy_database(shell: Shell) -> None:
     """As the suite's are: nothing to mend, and it says what it has looked at."""
     done = shell("doctor", "--json")
     found = json.loads(done.stdout)
-    others = ("celery", "dblock.", *POOLED)  # of the process and its settings
+    others = ("dblock.", *POOLED)  # of the process and its settings
     ours = [each for each in found if each["level"] in {"warning", "error"} and not each["check"].startswith(others)]
     assert ours == []
     assert done.returncode == max((1 for each in found if each["level"] == "warning"), default=0)
@@ -337,55 +333,6 @@ def test_what_cannot_be_looked_at_is_told(database: str, monkeypatch: pytest.Mon
     assert ("pooler" in found) == (database != "sqlite"), "which comes later"
     [told] = found["clock"]
     assert (told.level, told.text[:15]) == (Level.WARNING, "could not look:")
-
-
-APP = """
-from celery import Celery
-app = Celery("shop", broker="memory://", include=["{name}_tasks"], set_as_current=False)
-app.conf.task_time_limit = 60
-"""
-TASKS = """
-from sqlalchemy import create_engine
-from dblock.celery import locked_task
-from {name} import app
-
-@locked_task("k", engine=create_engine("sqlite://"), app=app, name="{name}.work", ttl=5, renew={renew})
-def work(): ...
-"""
-
-
-@pytest.mark.parametrize("face", ["django", "sqlalchemy"])
-@pytest.mark.parametrize("renew", [True, False])
-def test_limits_of_celery(
-    sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, face: str, renew: bool
-) -> None:
-    """Of the tasks that a worker of that app would have, in its own words."""
-    monkeypatch.setenv("CELERY_SKIP_CHECKS", "yes")  # from Django 6.1 on they ask every database there is
-    name = f"shop_{face}_{renew}"
-    (tmp_path / f"{name}.py").write_text(APP.format(name=name))
-    (tmp_path / f"{name}_tasks.py").write_text(TASKS.format(name=name, renew=renew))
-    monkeypatch.syspath_prepend(tmp_path)
-    told = json.loads(Shell(face, "sqlite")("doctor", "--json", "--celery", name).stdout)
-    found = [each["text"] for each in told if name in each["text"] and each["level"] == "warning"]
-    said = f"task {name}.work may run for 60 s (time_limit), and loses its lock after 5 s"
-    assert [text.startswith(said) for text in found] == ([] if renew else [True])
-    assert "celery" in {each["check"] for each in told}
-
-
-def test_the_app_that_a_project_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is looked at without being named; nothing is said where there is none, and what is no app is a warning."""
-    monkeypatch.setenv("CELERY_SKIP_CHECKS", "yes")  # from Django 6.1 on they ask every database there is
-    app = Celery("loaded", broker="memory://", set_as_current=False)
-
-    @locked_task("k", app=app, name="loaded.work", time_limit=10, max_hold=5)
-    def work() -> None: ...
-
-    monkeypatch.setattr("dblock.celery.checks.current_app", SimpleNamespace(_get_current_object=lambda: app))
-    assert sum("loaded.work" in each.text for each in tasks(None)) == 1
-    [nothing] = tasks("nothing_of_that_name")
-    assert (nothing.level, "nothing_of_that_name" in nothing.text) == (Level.WARNING, True)
-    monkeypatch.delitem(sys.modules, "celery")
-    assert list(tasks(None)) == []
 
 
 @pytest.mark.direct

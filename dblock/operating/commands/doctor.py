@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from dblock.core.text import printable
@@ -18,7 +17,7 @@ _MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WAR
 
 def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -> int:
     """Look at everything; 0 if nothing is wrong, 1 for warnings, 2 for errors. `more`: what the face has found."""
-    found = [*checkup(context), *tasks(options.celery), *more]
+    found = [*checkup(context), *more]
     if options.json:
         say_json([each._asdict() for each in found])
     else:
@@ -29,21 +28,3 @@ def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -
         bad = [each for each in found if STATUS[each.level]]
         say(f"\n{printable(context.where)}: " + (f"problems found: {len(bad)}" if bad else "all is well"))
     return max(STATUS[each.level] for each in found)
-
-
-def tasks(name: str | None) -> Iterator[Finding]:
-    """What does not go together with the limits of a Celery app: that one, else the one that is loaded, if any."""
-    if name is None and "celery" not in sys.modules:
-        return
-    try:
-        from dblock.celery.checks import app_of, problems  # noqa: PLC0415 - needs Celery
-
-        found = problems(app_of(name))
-    except Exception as error:  # noqa: BLE001 - the app is the user's
-        text = f"could not look at the Celery app: {type(error).__name__}: {error}"
-        yield Finding(Level.WARNING, "celery", text, "Look into that first.")
-        return
-    for each in found:
-        yield Finding(Level.WARNING, "celery", each.text, each.hint)
-    if name is not None and not found:
-        yield Finding(Level.OK, "celery", f"locks go together with the limits of {name}")

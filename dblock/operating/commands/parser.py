@@ -61,14 +61,8 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
     watching.add_argument("-n", "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="1 by default")
     watching.add_argument("-c", "--count", type=_count, metavar="N", help="so many times, then end")
 
-    looking = _add(
+    _ = _add(
         commands, "doctor", doctor, "find what is wrong, and say how to mend it (0: nothing, 1: warnings, 2: errors)"
-    )
-    looking.add_argument(
-        "--celery",
-        metavar="APP",
-        help="look at the locked tasks of this app, named as in `celery -A APP`; by default at those of the app that "
-        "this process has loaded, as manage.py does for many a project",
     )
 
 
