@@ -4,6 +4,8 @@
     LockTask              the base class of such a task
     current_lock          what the running task holds; TaskLock for annotations
     skipped               whether a result is what `on_busy="skip"` put in its place
+    task_skipped          Celery signals: somebody else held the key, and the task's run was left out
+    place_lost            the lock that a message carried had ended before a worker came to it
     beat_schedule         for the reaper: app.conf.beat_schedule = {**beat_schedule(every=60), ...}
     PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
     DatabaseScheduler     the same for the schedule of django-celery-beat
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from dblock.celery.beat import PersistentScheduler, SingleBeat
     from dblock.celery.database_beat import DatabaseScheduler
     from dblock.celery.decorator import locked_task
-    from dblock.celery.results import skipped
+    from dblock.celery.results import place_lost, skipped, task_skipped
     from dblock.celery.task import LockTask, TaskLock, current_lock
 
 __all__ = [
@@ -35,7 +37,9 @@ __all__ = [
     "beat_schedule",
     "current_lock",
     "locked_task",
+    "place_lost",
     "skipped",
+    "task_skipped",
 ]
 
 
@@ -59,7 +63,9 @@ _MODULES: Final = {
     "TaskLock": "task",
     "locked_task": "decorator",
     "current_lock": "task",
+    "place_lost": "results",
     "skipped": "results",
+    "task_skipped": "results",
 }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from celery.backends.base import DisabledBackend
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from dblock.celery.results import place_lost
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
@@ -68,6 +69,7 @@ def accept(task: Any, lock: SyncLock, text: str) -> LockError | None:
         reason = "the process that ran the task before was killed, or the message waited longer than queue_ttl"
         why = f"its lease has ended: {reason}" if lost.reason is Reason.EXPIRED else str(lost)
         warn("the lock of task %s was over before it ran: %s", who, why)
+        _ = place_lost.send(task, task_id=task.request.id, key=lost.key, error=lost)
         return lost
     except (LockStoreError, LockTimeout) as busy:  # the keys may be closed after a failover
         return busy

@@ -1,4 +1,4 @@
-"""What a task whose run was left out has for a result.
+"""What a task whose run was left out has for a result, and the signals about tasks that lock.
 
 Rule: what is told of a holder is for people: no token, nothing that lets anybody act for it.
 """
@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from celery.utils.dispatch import Signal
+
 from dblock.core.errors import LockTimeout
+
+task_skipped = Signal(name="task_skipped", providing_args={"task_id", "key", "result"})
+"""Sender: the task. Its run was left out, because somebody else held the key; `result` is what it has instead."""
+
+place_lost = Signal(name="place_lost", providing_args={"task_id", "key", "error"})
+"""Sender: the task. The lock that its message carried had ended (`error`, a LockLost) before a worker came to it."""
 
 SKIPPED: Final = "dblock_skipped"
 

@@ -39,7 +39,7 @@ from celery.utils import uuid
 from dblock.celery.header import Header
 from dblock.celery.pace import Pace
 from dblock.celery.places import accept, due_in, elsewhere, first_result, give_up, let_go, take
-from dblock.celery.results import skip_result
+from dblock.celery.results import skip_result, task_skipped
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.identity import storable
 from dblock.core.lock.leaving import detach
@@ -282,7 +282,9 @@ def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
             timeout = _send_back(run, busy)
             busy = None
         elif spec.on_busy == "skip" and isinstance(busy, LockTimeout):
-            return skip_result(task, busy)
+            skipped = skip_result(task, busy)
+            _ = task_skipped.send(task, task_id=task.request.id, key=run.key, result=skipped)
+            return skipped
         else:
             raise busy
 

@@ -29,11 +29,11 @@ from django.utils.connection import ConnectionDoesNotExist
 from kombu.serialization import prepare_accept_content
 from sqlalchemy import Engine, create_engine
 
-from dblock.celery import LockTask, current_lock, locked_task, places, skipped, task
+from dblock.celery import LockTask, current_lock, locked_task, place_lost, places, skipped, task, task_skipped
 from dblock.celery.header import NAME, Header
 from dblock.celery.pace import Pace
 from dblock.core import clock
-from dblock.core.errors import InvalidKey, LockNotHeld, LockStoreError, LockTimeout
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
@@ -529,7 +529,8 @@ def test_going_back_for_a_time_tries_at_its_end(site: Site) -> None:
 
 
 def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """In a result that JSON can say."""
+    """In a result that JSON can say, and by a signal."""
+    told = []
 
     @site.task("k", on_busy="skip")
     def work(self: Any) -> str:
@@ -537,6 +538,10 @@ def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture
         elsewhere(site.run)
         return str(inner.id)
 
+    def hear(**said: Any) -> None:
+        told.append(said)
+
+    task_skipped.connect(hear)
     outer = work.delay()
     site.run()
     result = site.app.AsyncResult(outer.get()).get()
@@ -545,6 +550,7 @@ def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture
     assert result == json.loads(json.dumps(result))
     holder = result["holder"]
     assert (holder["task_id"], holder["label"], result["key"]) == (outer.id, work.name, "k")
+    assert [(each["task_id"], each["key"], each["result"]) for each in told] == [(outer.get(), "k", result)]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -785,16 +791,22 @@ def test_a_retry_that_is_not_sent_keeps_the_lock_here(site: Site, monkeypatch: p
     assert not site.held()
 
 
-def test_a_lost_place_is_logged_and_taken_anew(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_place_is_told_and_taken_anew(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """If nobody has the key since. The log names the causes of an end: a process that was killed, or a long queue."""
+    told = []
+
     work = site.task("k", scope="queue")(its_fence)
+
+    def hear(**said: Any) -> None:
+        told.append((said["task_id"], said["key"], type(said["error"])))
+
+    place_lost.connect(hear)
     first = work.delay()
     site.expire()
     second = work.delay()
     assert second.id != first.id
     site.run()
-    [line] = [each.getMessage() for each in caplog.records if "was over before it ran" in each.getMessage()]
-    assert f"{work.name}[{first.id}]" in line
+    assert told == [(first.id, "k", LockLost)]
     assert first.state == "RETRY"
     site.run()
     assert site.messages() == 1
@@ -1134,14 +1146,19 @@ def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.M
 @pytest.mark.parametrize("how", ["restarted", "promoted"])
 @pytest.mark.parametrize("scope", ["queue", "both"])
 def test_a_message_that_finds_another_server(
-    request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, scope: str
+    request: pytest.FixtureRequest, tmp_path: Path, how: str, scope: str
 ) -> None:
     """After a restart its worker finds the server; while keys are closed it goes back with the lock that it carries."""
     ready(request, "postgresql")
     engine = create_engine(url("postgresql"))
-    site = Site(tmp_path, engine)
+    site, lost = Site(tmp_path, engine), list[Any]()
 
     work = site.task("k", scope=scope, on_busy="skip", queue_ttl=300)(its_fence)
+
+    def hear(**said: Any) -> None:
+        lost.append(said)
+
+    place_lost.connect(hear)
     result = work.delay()
     [(fence,)] = run("postgresql", "SELECT fence FROM locks WHERE owner IS NOT NULL")
     before = ", history = 'another one'" * (how == "promoted")
@@ -1157,7 +1174,7 @@ def test_a_message_that_finds_another_server(
         run("postgresql", "UPDATE lock_epoch SET opens_at = since, floor = 0")
     assert result.state == "SUCCESS"
     assert result.get() == fence if scope == "queue" else result.get() > fence
-    assert "was over before it ran" not in caplog.text
+    assert lost == []
     assert run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL") == []
     engine.dispose()
 
