@@ -399,6 +399,11 @@ async def _areap(steps: Steps[Reaped]) -> int:
     return (await adrive(steps)).locks
 
 
+def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
+    """Reap; returns the number of rows of each table."""
+    return drive(_reaping(engine, retention))
+
+
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
     from dblock.core.observing.observers import reap_and_report  # noqa: PLC0415 - only for observing and reaping
 

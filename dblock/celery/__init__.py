@@ -10,6 +10,7 @@
     PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
     DatabaseScheduler     the same for the schedule of django-celery-beat
     SingleBeat            mixed in before another scheduler, the same
+    reaper                makes the task that it calls, in an app without Django
 
 Rule: importing this imports no Celery, so that settings may use it too; the names that need it are resolved at first
 use.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dblock.celery.beat import PersistentScheduler, SingleBeat
     from dblock.celery.database_beat import DatabaseScheduler
     from dblock.celery.decorator import locked_task
+    from dblock.celery.reaping import reaper
     from dblock.celery.results import place_lost, skipped, task_skipped
     from dblock.celery.task import LockTask, TaskLock, current_lock
 
@@ -38,6 +40,7 @@ __all__ = [
     "current_lock",
     "locked_task",
     "place_lost",
+    "reaper",
     "skipped",
     "task_skipped",
 ]
@@ -64,6 +67,7 @@ _MODULES: Final = {
     "locked_task": "decorator",
     "current_lock": "task",
     "place_lost": "results",
+    "reaper": "reaping",
     "skipped": "results",
     "task_skipped": "results",
 }
