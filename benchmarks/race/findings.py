@@ -104,16 +104,19 @@ def _slower(found: Pairs) -> list[str]:
 def _turned(near: Pairs, then: Pairs) -> str:
     """Whether what was slower by listening is not any more, and what else has changed."""
     slower, now = [name for name in _slower(near) if name in then], _slower(then)
-    turned, still = [name for name in slower if name not in now], [name for name in slower if name in now]
+    ahead = [name for name, (listens, polls) in then.items() if listens * BAND < polls]
+    turned, still = [name for name in slower if name in ahead], [name for name in slower if name in now]
+    level = [name for name in slower if name not in (*ahead, *now)]
     before = [name for name in then if name in near and name not in slower]
     worse, rest = [name for name in before if name in now], [name for name in before if name not in now]
     said = {
         "it does with": turned,
+        f"it makes both ways equal (within {BAND - 1:.0%}) with": level,
         "it does not with": still,
         "it makes listening the slower way with": worse,
         "there is nothing to turn with": rest,
     }
-    return ", ".join(f"{words} {_and(names)}" for words, names in said.items() if names) or "nothing was measured"
+    return "; ".join(f"{words} {_and(names)}" for words, names in said.items() if names) or "nothing was measured"
 
 
 class _Score:
@@ -244,7 +247,10 @@ machine dblock notifies through a socket, after the reply that the one before ha
     if data["load"]["before"] > 1:
         yield "**Other work shared the processors during this run.** Its figures show which way things go, and no more.\n"
     if data["missing"] or data["failed"]:
-        failed = [f"{len(data['failed'])} cells, whose errors are beside the figures"] if data["failed"] else []
+        failed = [
+            f"{peer} with {setting['clients']} clients, {_ms(setting['distance'])} away, {_ms(setting['section'])} inside ({error})"
+            for peer, setting, error in data["failed"]
+        ]
         yield f"Without figures: {'; '.join([*data['missing'], *failed])}.\n"
     yield "\n".join(f"{number}. {each}" for number, each in enumerate(sentences(data), 1)) + "\n"
     yield from (PICTURE.format(name=name, title=drawn[name]) for name in ("distance", "processors") if name in drawn)
