@@ -206,7 +206,7 @@ def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
     if wrapper.vendor == "sqlite":
-        options["timeout"] = timing.DEFAULT.sqlite_busy  # for what `init_command` does
+        options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
         options["detect_types"] = 0  # the lock's answers are numbers and texts
     else:
         options |= sessions.options(wrapper.Database.__name__.lower(), options, purpose)  # type: ignore[attr-defined]

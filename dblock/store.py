@@ -177,8 +177,9 @@ class DjangoStore(BaseStore):
         if isinstance(self._source, DjangoSQLite):
             return await sync_to_async(self.execute)(step)
         # Not by sync_to_async, which raises another CancelledError than the one that AnyIO knows.
-        lane, until = self._source.lane(critical=step.statement.critical), self._until(step, self.database.now())
-        return await lane.run(partial(self.execute, step), until)
+        critical, database = step.statement.critical, self.database
+        until = database.timing.answer_by(database.now(), step.until, critical=critical)
+        return await self._source.lane(critical=critical).run(partial(self.execute, step), until)
 
 
 def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:

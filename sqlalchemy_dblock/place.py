@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from sqlalchemy import Engine
 
 from dblock.core import runtime
-from dblock.core.holding.flow import Hold, HoldObserver, current_task
+from dblock.core.holding.flow import Hold, HoldObserver
 from dblock.core.lock import operations
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
 from dblock.core.lock.locks import SyncLock, refuse_interrupt, refuses
@@ -69,7 +70,7 @@ class EnginePlace(Place):
 
     def refuse_to_block(self) -> None:
         """Warn on an event loop."""
-        if current_task() is not None:
+        if asyncio._get_running_loop() is not None:
             text = f"the lock of an Engine blocks the event loop while the database answers: {INSTEAD}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)  # Python shows it once
 
@@ -175,7 +176,8 @@ class Lock(Begins, SyncLock):
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)
-        refuse_interrupt(self.options.interrupt)
+        if self.options.interrupt:
+            refuse_interrupt()
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the key until the open transaction ends, whatever happens: no other tenure begins before.

@@ -84,6 +84,11 @@ class Timing(NamedTuple):
         """`statement_timeout` of a statement that renews or releases: it has time for a second connection."""
         return 0.4 * self.statement_timeout
 
+    def answer_by(self, now: float, until: float, *, critical: bool) -> float:
+        """The deadline for the answer to a statement that is sent now, and whose caller waits for it `until`."""
+        longest = self.critical_timeout if critical else self.statement_timeout
+        return now + max(self.near, min(until - now, longest))
+
     @property
     def surely_answered(self) -> float:
         """What was sent so long ago has been answered or cut."""
@@ -98,11 +103,6 @@ class Timing(NamedTuple):
     def first_connection(self) -> float:
         """Longest wait of a process's first try for its first connection, which takes some 20 round trips."""
         return 20 * self.farthest
-
-    @property
-    def sqlite_busy(self) -> float:
-        """Longest wait of a statement for another writer on SQLite, a try's time; then the protocol tries again."""
-        return self.single_try
 
     @property
     def handover_retry(self) -> float:

@@ -169,7 +169,7 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
         return
     connection.direct = True
     if vendor == "sqlite":
-        connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try must find out here too that it is busy
+        connection.busy_timeout = int(timing.DEFAULT.single_try * 500)  # a try must find out here too that it is busy
         _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
         if ask("PRAGMA journal_mode") == "wal":
             _ = ask("PRAGMA synchronous = NORMAL")

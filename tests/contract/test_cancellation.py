@@ -131,7 +131,8 @@ def silence(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def wait(step: Execute) -> Rows:
         now = store.database.now()
-        await asyncio.sleep(store._until(step, now) - now)
+        by = store.database.timing.answer_by(now, step.until, critical=step.statement.critical)
+        await asyncio.sleep(by - now)
         raise StoreUnanswered("silent")
 
     monkeypatch.setattr(store, "aexecute", wait)

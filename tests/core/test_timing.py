@@ -79,7 +79,6 @@ def test_times_that_follow_from_others() -> None:
         assert 2 * times.critical_timeout <= times.statement_timeout < times.surely_answered
         assert 2 * times.poll_notified < times.unresponsive_after
         assert times.poll_max <= times.poll_notified
-        assert times.sqlite_busy <= times.single_try
         assert times.near < times.min_retry_time
 
 

@@ -41,7 +41,9 @@ def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
             while found is None:
                 if attempt.stage is Stage.OUTSIDE:
                     site.local_queues.enter_taking(attempt)
-                    found = yield from _take(attempt)
+                    found, answered = yield from _try(attempt, database.dialect.take)
+                    if found is None:
+                        found = yield from _try_again(attempt, answered)
                 else:
                     found = yield from attempt.wait()
             attempt.leave(found if isinstance(found, Grant) else None)
@@ -81,19 +83,20 @@ def await_first_answer(attempt: Attempt) -> Steps[None]:
     attempt.until = max(attempt.until, database.now() + single_try)
 
 
-def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
-    """Take the key; None if the flow has to wait, in which case it has entered a local queue."""
+def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None]:
+    """Find out why the first try did not get the key, and try again; `answered`: the database has answered it in time.
+
+    None if the flow has to wait, in which case it has entered a local queue.
+    """
     site, request, deadline, until = attempt.site, attempt.request, attempt.deadline, attempt.until
     database, key = site.database, request.key
-    now, dialect, timing = database.now, database.dialect, database.timing
+    now, dialect = database.now, database.dialect
     statement = dialect.take
     growing = pauses()
     tries = 0
     holder: LockInfo | None = None
-    while True:
-        grant, answered = yield from _try(attempt, statement)
-        if grant is not None:
-            return grant
+    grant: Grant | None = None
+    while grant is None:
         before, holder = holder, (yield from look(database, key, until))
         if holder is not None and holder.kind != request.kind:
             raise wrong_kind(key, holder.kind, request.kind)
@@ -103,6 +106,7 @@ def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
             return Refused(holder)
         if holder is None and statement is dialect.take:
             statement = dialect.create
+            grant, answered = yield from _try(attempt, statement)
             continue
         statement = dialect.create if holder is None else dialect.take
         if answered:
@@ -119,8 +123,10 @@ def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
             attempt.enter(holder)
             return None
         if tries > 1 or not answered:
-            pause = max(next(growing), min(closed, timing.poll_max))
+            pause = max(next(growing), min(closed, attempt.timing.poll_max))
             yield from sleep(database.store, min(pause, max(until - now(), 0.0)))
+        grant, answered = yield from _try(attempt, statement)
+    return grant
 
 
 def _try(attempt: Attempt, statement: Statement) -> Steps[tuple[Grant | None, bool]]:

@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
     def parameters(self, owner: str, channel: str = "") -> dict[str, Any]:
         """The statements' parameters, with the token of an attempt and the channel of its process."""
-        return {**self._asdict(), "owner": owner, "channel": channel}
+        return dict(zip(self._fields, self, strict=True), owner=owner, channel=channel)
 
 
 class Refused(NamedTuple):

@@ -106,7 +106,7 @@ class Site:
 
         An estimate, which saves two statements when it is right.
         """
-        return key in self.local_queues or self._mark(key) is not None
+        return key in self.local_queues or (key in self._contended and self._mark(key) is not None)
 
     def expects_neighbour(self, key: str) -> bool:
         """Whether the holder of a marked key is probably on this machine, so that its release notifies waiters here.

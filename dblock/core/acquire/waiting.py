@@ -95,16 +95,12 @@ class Attempt:
 
     def __post_init__(self) -> None:
         database = self.site.database
-        self.timing, self.start = database.timing, database.now()
-        self.deadline = math.inf if self.timeout is None else self.start + self.timeout
-        self.until = self.answers_until()
-
-    def answers_until(self) -> float:
-        """The local time until which an attempt that began at its `start` awaits answers: one answer at least."""
-        database, timing = self.site.database, self.timing
+        timing, start = self.timing, self.start = database.timing, database.now()
+        self.deadline = math.inf if self.timeout is None else start + self.timeout
+        # One answer at least is awaited.
         distant = min(2 * database.latency.distance, timing.farthest)
-        least = timing.single_try if self.deadline <= self.start else distant
-        return max(self.deadline + timing.answer_grace, self.start + least)
+        least = timing.single_try if self.deadline <= start else distant
+        self.until = max(self.deadline + timing.answer_grace, start + least)
 
     def again(self, request: Request) -> Attempt:
         """An attempt to acquire what another request asks for, in the time that is left."""

@@ -202,7 +202,9 @@ def enter_block(
     if lock.options.interrupt:
         hold.cancelling = current_task().cancelling()
     block = Block(hold.entries[-1], hold)
-    lock._blocks = [*(each for each in lock._blocks if each.entry.lock is not None), block]
+    if lock._blocks:
+        lock._blocks = [each for each in lock._blocks if each.entry.lock is not None]
+    lock._blocks.append(block)
     if opened is not None:
         opened.append(block)
 

@@ -82,15 +82,17 @@ class BaseStore:
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
         now, timing = self.database.now(), self.database.timing
-        until = self._until(step, now)
+        until = timing.answer_by(now, step.until, critical=step.statement.critical)
         connection = self._connection(step, until)
         deadlines, latency = runtime.current.deadlines, self.database.latency
         latency.answered = max(latency.answered, connection.opened)
         try:
             deadlines.arm(connection, until)
             if connection.busy_timeout:
-                _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
-            rows = without_secrets(step.statement, self._perform(connection, step))
+                _bound_sqlite(connection, min(timing.single_try, (until - now) / 2))  # then the protocol tries again
+            rows = self._perform(connection, step)
+            if step.statement.owners:
+                rows = without_secrets(step.statement, rows)
         except self._errors as error:
             leave_out_driver(error)
             if not deadlines.disarm(connection):
@@ -149,12 +151,6 @@ class BaseStore:
         """Run `begin`, which makes a connection listen, with a deadline as for a statement."""
         until = self.database.now() + self.database.timing.statement_timeout
         return runtime.current.deadlines.bound(connection, until, begin)
-
-    def _until(self, step: Execute, now: float) -> float:
-        """The deadline for the answer to a step."""
-        timing = self.database.timing
-        longest = timing.critical_timeout if step.statement.critical else timing.statement_timeout
-        return now + max(timing.near, min(step.until - now, longest))
 
     def pause(self, step: Sleep | Wait) -> None:
         """Sleep or wait in this thread."""

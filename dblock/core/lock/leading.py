@@ -379,7 +379,8 @@ class SyncLeader(BaseLeader):
 
         @functools.wraps(body)
         def lead() -> None:
-            refuse_interrupt(self._lock.options.interrupt)
+            if self._lock.options.interrupt:
+                refuse_interrupt()
             while not self._lock._drive(*self._driving(self._turn, body)):
                 pass
 
@@ -387,7 +388,8 @@ class SyncLeader(BaseLeader):
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> Self:
-        refuse_interrupt(self._lock.options.interrupt)
+        if self._lock.options.interrupt:
+            refuse_interrupt()
         self._lock._drive(*self._driving(self._enter, its))
         return self
 

@@ -68,10 +68,9 @@ def was_ours(hold: Hold, error: BaseException | None) -> bool:
     return not others and type(error).__name__ == "CancelledError"
 
 
-def refuse_interrupt(interrupt: bool) -> None:
+def refuse_interrupt() -> NoReturn:
     """Raise TypeError where a thread would ignore `interrupt=True`."""
-    if interrupt:
-        raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
+    raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
@@ -166,7 +165,8 @@ class BlockingLocks(Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> Self:
-        refuse_interrupt(self.options.interrupt)
+        if self.options.interrupt:
+            refuse_interrupt()
         self._drive(self._enter(its))
         return self
 
