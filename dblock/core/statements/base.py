@@ -167,7 +167,7 @@ def beside_writers(statement: Statement) -> Statement:
     return replace(statement, database_locked=WhenLocked.SKIP)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Dialect:
     """The statements and properties of one database; below each statement: its effect -> the columns of its answer."""
 
@@ -201,16 +201,16 @@ class Dialect:
 
     Always over `locks`: sessions may resolve that name to different tables, so `tenures.pin` qualifies it.
     """
-    locate: Statement | None
+    locate: Statement | None = None
     """Where the lock's own sessions find `locks` -> its schema; true on a node of a Galera cluster."""
     stale: Statement
     """The next keys after `after`, at most a hundred, in order -> key, whether it has been free or expired for longer
     than `retention`."""
     reap: Statement
     """Delete such rows among `names`; none if one of them is locked."""
-    tick: float
+    tick: float = 0.0
     """Seconds after which two readings of the database's clock surely differ; 0.0 if any two statements' do."""
-    single_writer: bool
+    single_writer: bool = False
     """Whether only one transaction at a time can write to the whole database."""
     classify: Callable[[BaseException], Failure]
     """The meaning of a driver's error."""
@@ -240,7 +240,7 @@ class Dialect:
         return replace(self, **statements, tables=tables, queue=queue, shares=shares, epoch=epoch, ddl=ddl)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
@@ -270,15 +270,15 @@ class Queue:
     """Delete places."""
     first_waiter: Statement
     """The first live waiter from ticket `first` on -> ticket, channel, owner token."""
-    call: Statement | None
+    call: Statement | None = None
     """Notify the process that listens on a channel, if the database can."""
-    sleep_until_killed: Statement | None
+    sleep_until_killed: Statement | None = None
     """If a notification has no payload: wait `seconds` for one, unless a waiter of `places` has been granted its key ->
     ticket and key of each; a row without a key when the time is up."""
-    unlogged: Statement | None
+    unlogged: Statement | None = None
     """For that: keep the session's statements out of the server's slow log, and let the server end it soon when it is
     silent."""
-    listen: Statement | None
+    listen: Statement | None = None
     """For that: let the session own the name `channel`, waiting whole `seconds` for it -> 1."""
     heartbeat: Statement
     """Extend the places of many waiters that have not ended and were not served -> their owner tokens; or one empty row
@@ -295,15 +295,15 @@ class Queue:
     `retention`."""
     forget: Statement
     """Delete such rows, as `reap`."""
-    join_answers: bool
+    join_answers: bool = False
     """Whether `join` also announces the ticket, and answers whether the key is held."""
-    grant_answers: bool
+    grant_answers: bool = False
     """Whether `grant` chooses the heir itself, and answers which waiter to notify."""
-    grant_leaves: bool
+    grant_leaves: bool = False
     """Whether `grant` also deletes the heir's place; else that stays, and no longer counts."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Shares:
     """The statements on the shares of a key: the rows of its readers or permits, beside the key's own row, the door.
 

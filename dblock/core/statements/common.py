@@ -11,10 +11,9 @@ Rule: each statement says why it is safe to send, late and twice included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, WhenLocked
+from dblock.core.statements.base import Dialect, Queue, Reply, Statement, WhenLocked
 from dblock.core.statements.epoch import epochs
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MACHINE
@@ -30,84 +29,38 @@ TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {
 WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at"
 
 
-def dialect(
-    words: Vocabulary,
-    *,
-    name: str,
-    classify: Callable[[BaseException], Failure],
-    create: Statement,
-    renew: Statement,
-    alive: Statement,
-    pin: Statement,
-    locate: Statement | None,
-    join: Statement,
-    grant: Statement,
-    leave_queue: Statement,
-    heartbeat: Statement,
-    hand_over_local: Statement,
-    shares: Shares,
-    call: Statement | None = None,
-    sleep_until_killed: Statement | None = None,
-    unlogged: Statement | None = None,
-    listen: Statement | None = None,
-    join_answers: bool = False,
-    grant_answers: bool = False,
-    grant_leaves: bool = False,
-    single_writer: bool = False,
-    tick: float = 0.0,
-    pins_prepared: bool = True,
-    quote: str = '"',
-) -> Dialect:
-    """The dialect of a database: the common statements in its vocabulary, and its own. `Dialect` describes each."""
-    queue = Queue(
-        join=join,
+def queue(words: Vocabulary, **own: Any) -> Queue:
+    """The statements of waiters: the common ones in the vocabulary of a database, and its `own`."""
+    return Queue(
         announce=announce(words),
         queue_status=queue_status(words),
-        grant=grant,
         accept=accept(words),
-        hand_over_local=hand_over_local,
-        leave_queue=leave_queue,
         adopt_place=adopt_place(words),
         first_waiter=first_waiter(words),
-        call=call,
-        sleep_until_killed=sleep_until_killed,
-        unlogged=unlogged,
-        listen=listen,
-        heartbeat=heartbeat,
         chain=chain(words),
         confirm=confirm(words),
         clear=clear(words),
         dead=dead(words),
         forget=forget(words),
-        join_answers=join_answers,
-        grant_answers=grant_answers,
-        grant_leaves=grant_leaves,
+        **own,
     )
+
+
+def dialect(words: Vocabulary, **own: Any) -> Dialect:
+    """The dialect of a database: the common statements in its vocabulary, and its `own`. `Dialect` describes each."""
     return Dialect(
-        name=name,
         take=take(words),
-        create=create,
         inspect=inspect(words),
         set_count=set_count(words),
         extend=extend(words),
-        renew=renew,
-        alive=alive,
         detach=detach(words),
         attach=attach(words),
         release=release(words),
-        pin=pin,
-        locate=locate,
         stale=stale(words),
         reap=reap(words),
-        tick=tick,
-        single_writer=single_writer,
-        classify=classify,
         ddl=tables(words),
-        queue=queue,
-        shares=shares,
         epoch=epochs(words) if words.server else None,
-        pins_prepared=pins_prepared,
-        quote=quote,
+        **own,
     )
 
 

@@ -44,6 +44,7 @@ from dblock.core.statements.common import (
     begun,
     dialect,
     ours_to_hand_over,
+    queue,
 )
 from dblock.core.statements.shares import AWAITED, no_writer_waits, shares
 from dblock.core.statements.vocabulary import Vocabulary
@@ -480,14 +481,17 @@ DIALECT: Final = dialect(
     alive=ALIVE,
     pin=PIN,
     locate=LOCATE,
-    join=JOIN,
-    grant=GRANT,
-    hand_over_local=HAND_OVER_LOCAL,
-    leave_queue=LEAVE_QUEUE,
-    heartbeat=HEARTBEAT,
-    shares=shares(SQL, read=READ, leave_read=LEAVE_READ, leave_slot=LEAVE_SLOT),
-    call=CALL,
-    join_answers=True,
-    grant_answers=True,
-    grant_leaves=True,
+    queue=queue(
+        SQL,
+        join=JOIN,
+        grant=GRANT,
+        hand_over_local=HAND_OVER_LOCAL,
+        leave_queue=LEAVE_QUEUE,
+        heartbeat=HEARTBEAT,
+        call=CALL,
+        join_answers=True,
+        grant_answers=True,
+        grant_leaves=True,
+    ),
+    shares=shares(SQL, read=READ, leave_read=LEAVE_READ, leave_slot=LEAVE_SLOT, leaving_answers=True),
 )

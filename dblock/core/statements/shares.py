@@ -20,32 +20,24 @@ that wait: its holder is the next, and gets the first slot that becomes free.
 
 from __future__ import annotations
 
+from typing import Any
+
 from dblock.core.statements.base import Reply, Shares, Statement, WhenLocked
 from dblock.core.statements.common import TENURE, release, take_if
 from dblock.core.statements.vocabulary import Vocabulary
 
 
-def shares(
-    words: Vocabulary,
-    *,
-    read: Statement,
-    leave_read: Statement | None = None,
-    leave_slot: Statement | None = None,
-    pins_gaps: bool = False,
-) -> Shares:
-    """The statements in the vocabulary of a database, and its own. `Shares` describes each."""
+def shares(words: Vocabulary, **own: Any) -> Shares:
+    """The statements on shares: the common ones in the vocabulary of a database, and its `own`."""
+    common = {"leave_read": delete_share(words), "leave_slot": release(words)}
     return Shares(
-        read=read,
         take_slot=take_slot(words),
         alone=alone(words),
         await_leaving=await_leaving(words),
         listed=listed(words),
         end_expired=end_expired(words),
-        leave_read=leave_read or delete_share(words),
-        leave_slot=leave_slot or release(words),
         awaited=awaited(words),
-        leaving_answers=leave_slot is not None,
-        pins_gaps=pins_gaps,
+        **{**common, **own},
     )
 
 

@@ -24,6 +24,7 @@ from dblock.core.statements.common import (
     WAITER,
     dialect,
     hand_over_local,
+    queue,
 )
 from dblock.core.statements.shares import read, shares
 from dblock.core.statements.vocabulary import Vocabulary
@@ -242,14 +243,16 @@ DIALECT: Final = dialect(
     renew=RENEW,
     alive=ALIVE,
     pin=PIN,
-    locate=None,
-    join=JOIN,
-    grant=GRANT,
-    hand_over_local=hand_over_local(SQL),
-    leave_queue=LEAVE_QUEUE,
-    heartbeat=HEARTBEAT,
+    queue=queue(
+        SQL,
+        join=JOIN,
+        grant=GRANT,
+        hand_over_local=hand_over_local(SQL),
+        leave_queue=LEAVE_QUEUE,
+        heartbeat=HEARTBEAT,
+        grant_answers=True,
+    ),
     shares=shares(SQL, read=read(SQL)),
-    grant_answers=True,
     single_writer=True,
     tick=0.001,
 )
