@@ -142,6 +142,7 @@ class Timing(NamedTuple):
         return self._replace(
             distance=far,
             single_try=max(self.single_try, 6 * far),  # take, look, create, and one of them again
+            undo_timeout=max(self.undo_timeout, 24 * far),  # a cancellation breaks the connection: a new one takes 20
             local_handover_wait=max(self.local_handover_wait, 3 * far),
         )
 
