@@ -84,7 +84,7 @@ def test_times_that_follow_from_others() -> None:
 
 @pytest.mark.parametrize("distance", [0.02, 0.08, 0.1])
 def test_far_away_there_is_time_for_each_step(distance: float) -> None:
-    """A round trip is shorter than what a statement needs, a try has six, a hand-over five; undoing has four beside a new connection."""
+    """A round trip is shorter than what a statement needs, a try has six, a hand-over five; undoing opens one."""
     far = Timing().at(distance)
     assert far.min_retry_time > distance
     assert far.single_try >= 6 * distance
