@@ -106,26 +106,6 @@ def plain(number: int, by: int = 1) -> int:
     return number + by
 
 
-@locked("limited {resource}", permits=2, ttl=3, name="locked.limited")
-def limited(self: Any, resource: str, seconds: float = 0.05) -> str:
-    """At most two of these run at a time."""
-    with record(resource, self.request.id):
-        time.sleep(seconds)
-    return str(current_lock().slot)
-
-
-@locked("own {resource}", on_busy="skip", ttl=3, max_retries=2)
-def own_retry(self: Any, resource: str) -> Any:
-    """Retries at once, twice, and ends slowly."""
-    with record(resource, self.request.id):
-        if self.request.retries < 2:
-            try:
-                raise self.retry(countdown=0)
-            finally:
-                time.sleep(0.3)
-    return self.request.retries
-
-
 @locked("carried {resource}", scope="queue", ttl=3, max_retries=2)
 def carried_retry(self: Any, resource: str) -> Any:
     """Likewise, and its lock goes along with the message."""

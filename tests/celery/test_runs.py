@@ -7,7 +7,6 @@ import enum
 import functools
 import itertools
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import db_lock, observe
+from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import python, wait_until
 from tests.conftest import ready, run, url
 
@@ -280,11 +279,7 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
     [
         ({"on_busy": "maybe"}, "maybe"),
         ({"scope": "always"}, "always"),
-        ({"timout": 3}, "no option 'timout' .did you mean timeout"),
         ({"queue_tll": 3}, "did you mean queue_ttl"),
-        ({"on_bussy": "skip"}, "did you mean on_busy"),
-        ({"scop": "run"}, "scope"),
-        ({"on_busy": "skipp"}, "'retry', 'wait', 'skip', 'raise'"),
         ({"ttl": -1}, "ttl"),
         ({"timeout": -3}, "timeout"),
         ({"queue_ttl": 0, "scope": "queue"}, "queue_ttl"),
@@ -297,16 +292,10 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
         ({"otherwise": 0}, "no option 'otherwise'"),
         ({"grace": -1}, "grace"),
         ({"reentrant": 1}, "reentrant is True or False"),
-        ({"once": {"graceful": True}}, "no option 'once'"),
-        ({"unlock_before_run": True}, "no option 'unlock_before_run'"),
-        ({"unique_on": ["a"]}, "no option 'unique_on'"),
-        ({"raise_on_duplicate": True}, "no option 'raise_on_duplicate'"),
-        ({"lock_expiry": 60}, "no option 'lock_expiry'"),
         ({"permits": 0}, "permits is 1 to"),
         ({"permits": "3"}, "permits is a number"),
         ({"permits": 3, "scope": "queue"}, "permits does nothing but with scope='run'"),
         ({"permits": 3, "reentrant": True}, "reentrant is not for permits"),
-        ({"permit": 3}, "permits"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -1084,24 +1073,6 @@ def test_a_retry_with_other_arguments_has_another_key(site: Site) -> None:
     assert not site.held()
 
 
-def test_headers_that_are_passed_on_carry_no_lock(site: Site) -> None:
-    """They are for one task."""
-
-    inner = site.task("inner")(its_key)
-
-    @site.task("outer", scope="queue")
-    def outer(self: Any) -> Any:
-        sent = inner.apply_async(headers=self.request.headers)
-        foreign = site.app.Task.apply_async(inner, headers=self.request.headers)
-        return [sent.id, foreign.id]
-
-    result = outer.delay()
-    site.run()
-    for name in result.get():
-        site.run()
-        assert site.app.AsyncResult(name).get() == "inner"
-
-
 def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no broker's error, so the task does not run here as well."""
 
@@ -1185,22 +1156,6 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise LockStoreError("away")
 
 
-def test_many_are_thrown_away_by_one_thread(site: Site) -> None:
-    """Not by one for each."""
-
-    @site.task("k{n}", scope="queue")
-    def work(self: Any, n: int) -> None: ...
-
-    for number in range(20):
-        _ = work.apply_async((number,), expires=0.01)
-    time.sleep(0.1)
-    before = threading.active_count()
-    for _ in range(20):
-        assert site.fetch().revoked()
-    assert threading.active_count() <= before + 1
-    wait_until(lambda: not site.held())
-
-
 def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
     """As Celery takes it, whatever the app's is."""
     site.app.conf.timezone = "America/New_York"
@@ -1211,23 +1166,6 @@ def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
     assert info is not None
     assert 3640 < info.remaining < 3660
     assert abs((site.fetch()._eta - datetime.now(UTC)).total_seconds() - 3600) < 5
-
-
-def test_options_that_others_have(site: Site) -> None:
-    """`throws` of one class; an id given by position; a queue."""
-
-    @site.task("k", throws=ValueError, dont_autoretry_for=(KeyError,))
-    def work(self: Any) -> str:
-        raise ValueError
-
-    result = work.apply_async((), {}, "an id")
-    assert result.id == "an id"
-    site.run()
-    with pytest.raises(ValueError):
-        result.get()
-    work.throws = ()
-    with pytest.raises(ValueError):
-        work.run()
 
 
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="older backends take no id that is no text")
@@ -1390,14 +1328,8 @@ def base_of(how: str) -> type[Any]:
     return Base
 
 
-def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
-    """If nobody has it; and so does the retry of one that runs, where it is not queued any more."""
-
-    work = site.task("k", scope="queue")(done)
-
-    @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
-    def replaced(self: Any) -> Any:
-        raise self.replace(work.si())
+def test_the_retry_of_one_that_runs_takes_a_place(site: Site) -> None:
+    """With scope="both": it is not queued any more."""
 
     @site.task("b", scope="both", max_retries=3)
     def both(self: Any) -> str:
@@ -1405,12 +1337,6 @@ def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
             raise self.retry(countdown=0)
         return "done"
 
-    result = replaced.delay()
-    site.run()
-    assert site.held() == {"k": result.id}
-    assert work.delay().id == result.id
-    site.run()
-    assert result.get() == "done"
     retried = both.delay()
     site.run()
     assert site.held() == {"b (queued)": retried.id}
@@ -1421,34 +1347,6 @@ def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
 
 
 # -- seen from outside
-
-
-def test_observers_hear_of_tasks(site: Site) -> None:
-    """A task's lock is acquired and released in its worker; one that is taken by its sending is attached there."""
-
-    @site.task("running", label="mine")
-    def running_one(self: Any) -> None: ...
-
-    @site.task("queued", scope="queue")
-    def queued_one(self: Any) -> None: ...
-
-    told: list[tuple[str, ...]] = []
-    stop = observe(lambda event: told.append((event.key, str(event.kind), event.how)))
-    try:
-        running_one.delay()
-        site.run()
-        queued_one.delay()
-        site.run()
-    finally:
-        stop()
-    lines = [line for line in told if line[0] == "running"]
-    assert lines == [("running", "acquired", "at_once"), ("running", "released", "released")]
-    assert [line[1:] for line in told if line not in lines] == [
-        ("acquired", "at_once"),
-        ("released", "detached"),
-        ("acquired", "attached"),
-        ("released", "released"),
-    ]
 
 
 # -- messages that somebody else wrote
