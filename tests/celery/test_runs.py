@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import itertools
 import json
 import time
@@ -37,7 +36,7 @@ from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock
-from tests.celery.conftest import python, wait_until
+from tests.celery.conftest import wait_until
 from tests.conftest import ready, run, url
 
 NUMBERS = itertools.count()
@@ -285,17 +284,17 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
         ({"queue_ttl": 0, "scope": "queue"}, "queue_ttl"),
         ({"engine": 3}, "Engine"),
         ({"key": 3}, "the key is text"),
-        ({"busy_timeout": 3, "on_busy": "skip"}, "busy_timeout does nothing but with on_busy='retry'"),
         ({"queue_ttl": 60}, "queue_ttl does nothing but with scope='queue' or 'both'"),
         ({"using": "default", "engine": lambda: None}, "using is an alias of Django's"),
         ({"max_hold": 5, "renew": False}, "leave one of them out"),
         ({"otherwise": 0}, "no option 'otherwise'"),
         ({"grace": -1}, "grace"),
         ({"reentrant": 1}, "reentrant is True or False"),
+        ({"interrupt": True}, "is for `async with`"),
         ({"permits": 0}, "permits is 1 to"),
         ({"permits": "3"}, "permits is a number"),
-        ({"permits": 3, "scope": "queue"}, "permits does nothing but with scope='run'"),
-        ({"permits": 3, "reentrant": True}, "reentrant is not for permits"),
+        ({"permits": 3, "scope": "queue"}, "permits is for scope='run'"),
+        ({"permits": 3, "reentrant": True}, "not for reentrant"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -342,10 +341,6 @@ def test_what_cannot_be_decorated_is_refused(engine: Engine) -> None:
 
     with pytest.raises(InvalidKey, match="missing"):
         locked_task("{missing}")(named)
-    with pytest.raises(TypeError, match="no name"):
-        locked_task("k")(lambda a: a)
-    with pytest.raises(TypeError, match="no name"):
-        locked_task("k")(functools.partial(named, 1))
     with pytest.raises(TypeError, match="without @app.task"):
         locked_task("k")(celery.Celery().task(named))
     with pytest.raises(TypeError, match="engine=engine"):
@@ -487,34 +482,16 @@ def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.Monk
         assert pace.countdown("crowd", 0, 5.0) <= 300, "brokers deliver again what waits for too long"
 
 
-def test_going_back_has_a_bound(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Then the task fails with LockTimeout, which names the holder, and is no error in the log."""
-
-    work = site.task("k", busy_timeout=0.3)(nothing)
+def test_going_back_ends_with_the_message(site: Site) -> None:
+    """Celery's `expires` counts from the sending, however often the message has gone back."""
+    work = site.task("k")(nothing)
     with somebody(site.engine, "k"):
-        result = work.delay()
-        tries = 0
-        while result.state in {"PENDING", "RETRY"}:
-            site.run()
-            tries += 1
-            time.sleep(0.1)
-    assert tries > 1
-    with pytest.raises(LockTimeout, match="somebody") as caught:
-        result.get()
-    assert f"found its key busy {tries} times" in str(caught.value)
-    assert site.messages() == 0
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_going_back_for_a_time_tries_at_its_end(site: Site) -> None:
-    """The last countdown is no longer than what is left."""
-
-    work = site.task("k", busy_timeout=0.2)(nothing)
-    with somebody(site.engine, "k"):
-        _ = work.delay()
+        result = work.apply_async(expires=0.5)
         site.run()
-    again = site.fetch()
-    assert again._eta < datetime.now(UTC) + timedelta(seconds=0.21)
+        assert result.state == "RETRY"
+        time.sleep(0.5)
+        assert site.fetch().revoked()
+    assert result.state == "REVOKED"
 
 
 def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -602,6 +579,16 @@ def test_a_busy_key(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) 
     site.app.conf.task_always_eager = True
     assert work.delay().get() == "k"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_call_waits_where_a_message_goes_back(site: Site) -> None:
+    """With on_busy="retry", without a `timeout`."""
+    work = site.task("k")(its_key)
+    with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
+        called = pool.submit(work)
+        wait_until(site.is_waited_for)
+        release()
+        assert called.result() == "k"
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
@@ -1186,35 +1173,6 @@ def test_an_id_may_be_a_uuid(site: Site, scope: str) -> None:
         assert site.run().id == task_id
     assert ran == [(task_id, "k")]
     assert not site.held()
-
-
-@pytest.mark.filterwarnings("ignore:Task name")  # Celery's own, from 5.7 on
-def test_another_task_of_that_name_is_not_taken_for_it(site: Site) -> None:
-    """It would run without a lock."""
-
-    @site.app.task(name=f"{site.app.main}.same", shared=False)
-    def plain() -> None: ...
-
-    site.app.finalize()
-
-    @locked_task("k", engine=site.engine, name=f"{site.app.main}.same")
-    def same() -> None: ...
-
-    with pytest.raises(ValueError, match="registered"):
-        same.delay()
-
-
-def test_without_django_it_says_what_to_do() -> None:
-    """`engine=engine`."""
-    code = """
-from celery import Celery
-from dblock.celery import locked_task
-app = Celery("x", broker="memory://")
-@locked_task("k")
-def work(): ...
-work.apply(throw=True)
-"""
-    assert "engine=, a SQLAlchemy Engine" in python("-c", code).stderr
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
