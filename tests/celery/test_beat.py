@@ -292,6 +292,29 @@ def test_a_claim_whose_answer_is_lost_is_claimed_again(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
+def test_a_claim_of_an_earlier_term_is_forgotten(
+    make: Callable[..., Beat], database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another beat has sent the entry since."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    first, second = make(), make()
+    assert first.scheduler._wait()
+    first.scheduler._take_over()
+
+    def write(*_: Any) -> Any:
+        yield from ()
+        raise StoreUnanswered("lost")
+
+    with monkeypatch.context() as away:
+        away.setattr(states, "write", write)
+        assert first.tick() == [PAUSE]
+    first.scheduler._stand_by()
+    second.tick(2)
+    second.scheduler.close()
+    first.tick(3)
+    assert (first.sent, second.sent) == ([], ["t"])
+
+
 @contextmanager
 def ends_on_sigterm(beat: Beat) -> Iterator[None]:
     """As Celery has a beat end; its handler is in place again afterwards."""

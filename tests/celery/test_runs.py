@@ -377,6 +377,8 @@ def test_a_task_has_all_options_of_celery(site: Site) -> None:
     assert [LockTimeout] == list(own.throws)
     throws = locked_task("k", engine=site.engine, app=site.app, throws=KeyError)(work_of_others).throws
     assert throws == (KeyError, LockTimeout)
+    for on_busy, timeout in (("retry", 0.0), ("wait", ...), ("skip", 0.0), ("raise", 0.0)):
+        assert site.task(f"k {on_busy}", on_busy=on_busy, name=on_busy)(done).spec.timeout == timeout
 
 
 def test_a_base_and_the_apps_own_class(site: Site) -> None:
