@@ -142,7 +142,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             _ = self.apply_async(entry, producer=producer, advance=False)
         except beat.SchedulingError as error:
             if isinstance(error.__context__, (OperationalError, ConnectionError)):
-                _ = vars(self).pop("producer", None)  # connected anew before anything else is claimed
+                _ = self.__dict__.pop("producer", None)  # connected anew before anything else is claimed
                 self._write({**(self._runs or {}), **self._unsent})
                 self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
                 return
