@@ -13,8 +13,8 @@ much later it wakes up.
 What remains. A beat that is killed between a claim and the broker's answer has sent that one message or not, and nobody
 knows: it is not sent again. One that is frozen just there sends it when it wakes up; nobody else does.
 
-Rule: a claim whose message could not be sent is withdrawn by the beat that made it, as soon as it knows, and only while
-the state still shows that claim. No temporary failure ends a beat, and no entry keeps another one waiting.
+Rule: a claim whose message could not be sent is withdrawn by the beat that made it, at once; when all others that are
+due have had their turns, it takes over anew. No temporary failure ends a beat, and no entry keeps another one waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from celery import beat
@@ -61,14 +60,6 @@ class Sent(NamedTuple):
     times: int
 
 
-class Claim(NamedTuple):
-    """What is claimed, and not known to be sent."""
-
-    entry: Any
-    """As it is from the claim on."""
-    before: Sent
-
-
 class SingleBeat(_mixin):  # type: ignore[misc]
     """Mix it in before a scheduler of Celery's (`class Beat(SingleBeat, ThatScheduler)`): one of all beats is active.
 
@@ -88,22 +79,21 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     """Temporary failures."""
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
-        self._key = self.lock_key or f"celery-beat:{app.main or 'celery'}"
+        self._key = self.lock_key or f"celery-beat:{app.main}"
         self._leader: SyncLeader | None = None
         """Elected, while this beat is active."""
         self._runs: dict[str, Sent] | None = None
         """By entry; None until the state is entered and the schedule read."""
-        self._claim: Claim | None = None
+        self._unsent: dict[str, Sent] = {}
+        """What the state is to say of entries that this beat has claimed in its term, and knows not to be sent."""
         self._number = 0
         """Number of the last write of the state."""
         self._heap: Any = None
         self._told = ""
+        if not (app.main or self.lock_key):
+            raise ValueError("an app without a name needs lock_key: beats on one key stand by for each other")
         if not kwargs.get("lazy"):
             _ = self._new_leader()  # whatever is wrong with it is said at once
-            if not (app.main or self.lock_key):
-                _log.warning(
-                    *one_line("beat: the app has no name, and shares %r with others that have none", self._key)
-                )
         super().__init__(app, *args, **kwargs)
 
     # -- what Celery calls
@@ -114,15 +104,15 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send what is due, if active; seconds until the next call."""
         try:
-            if self._leader is None and not self._wait():
+            leader = self._wait() if self._leader is None else self._leader
+            if leader is None:
                 return 0.0
             if self._runs is None:
                 self._take_over()
+            _ = self.producer  # connected, before anything is claimed
             with _undisturbed():
                 seconds = float(super().tick(*args, **kwargs))
-                if self._claim is not None:
-                    self._withdraw(self._claim)
-            self._current().check()
+            leader.check()
         except (LockLost, LockRevoked) as lost:
             self._stand_by()
             self._tell("standing by", "beat: not active any more: %s", lost, level=logging.WARNING)
@@ -132,18 +122,16 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             self._tell(f"away: {type(error).__name__}", "beat: cannot be active: %s", error, level=logging.WARNING)
             return PAUSE
         except OperationalError as error:  # no connection to the broker, and nothing claimed
-            self._heap = None
-            self._no_broker(error)
+            self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
             return PAUSE
+        if self._unsent and seconds:  # all others that were due have had their turns
+            self._runs, seconds = None, min(seconds, PAUSE)
         return min(seconds, self.lock_ttl)
 
     def reserve(self, entry: Any) -> Any:
         """Claim it: no other beat sends it any more."""
-        _ = self.producer  # connected, before anything is claimed
-        self._current().check()
-        before = _sent(entry)
         reserved = super().reserve(entry)
-        self._claim = Claim(reserved, before)
+        _ = self._unsent.setdefault(entry.name, _sent(entry))
         self._write({**(self._runs or {}), entry.name: _sent(reserved)})
         return reserved
 
@@ -154,12 +142,14 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             _ = self.apply_async(entry, producer=producer, advance=False)
         except beat.SchedulingError as error:
             if isinstance(error.__context__, (OperationalError, ConnectionError)):
-                self._no_broker(error)
+                _ = self.__dict__.pop("producer", None)  # connected anew before anything else is claimed
+                self._write({**(self._runs or {}), **self._unsent})
+                self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
                 return
             _log.exception("Message Error")  # it would fail again: left out, as Celery does
         else:
             self._told = "active"
-        self._claim = None
+        _ = self._unsent.pop(entry.name, None)
 
     def sync(self) -> None:
         """Save the schedule, if it is ours."""
@@ -173,13 +163,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         try:
             super().close()
         finally:
-            with _undisturbed():
-                self._stand_by()
-
-    @property
-    def info(self) -> str:
-        """For the banner."""
-        return f"    . lock -> {self._key} ({self.lock_ttl:g} s)"
+            self._stand_by()
 
     # -- helpers
 
@@ -191,40 +175,32 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         leader: SyncLeader = made_of(engine, "db_leader", self._key, ttl=self.lock_ttl, **options)
         return leader
 
-    def _current(self) -> SyncLeader:
-        if self._leader is None:
-            raise RuntimeError("this beat is not active")
-        return self._leader
-
     def _tenure(self) -> tuple[Database, str, int]:
         """Where, and under which fence, the state is read and written; 0, which is none, if the term is over."""
-        leader = self._current()
-        return leader._lock._place.store().database, self._key, leader.term or 0
+        if self._leader is None:
+            raise RuntimeError("this beat is not active")
+        return self._leader._lock._place.store().database, self._key, self._leader.term or 0
 
-    def _wait(self) -> bool:
-        """Whether it is this process's turn."""
+    def _wait(self) -> SyncLeader | None:
+        """What was elected, if it is this process's turn."""
         leader = self._new_leader()
         if leader.campaign(timeout=min(self.max_interval, WAIT) if self._told == "standing by" else 0.0):
             self._leader = leader
-            return True
+            return leader
         if self._told != "standing by":
             other = leader.leader()
             self._tell("standing by", "beat: standing by; active is that of %s", other or "somebody else")
-        return False
+        return None
 
     def _take_over(self) -> None:
         """Read the schedule, and what earlier active beats sent last."""
-        leader = self._current()
-        leader.check()
-        entered = drive(states.enter(*self._tenure()))
+        database, key, fence = self._tenure()
+        entered = drive(states.enter(database, key, fence))
         if entered is None:
-            raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
+            raise LockLost(f"somebody has been active on {key!r} with a later fence", key=key)
         state, number = entered
-        runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
+        runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()} | self._unsent
         self._number = max(self._number, number)
-        claim = self._claim
-        if claim is not None and runs.get(claim.entry.name) == _sent(claim.entry):
-            runs[claim.entry.name] = claim.before
         self._runs, self._heap = runs, None
         self._read_schedule()
         schedule = self.schedule
@@ -232,27 +208,15 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             if (sent := runs.get(entry.name)) is not None:
                 self._catch_up(entry, sent)
         self._write({name: _sent(entry) for name, entry in schedule.items()})
-        self._claim = None
-        self._tell("active", "beat: active (fence %d)", leader.term)
+        self._unsent = {}
+        if self._told != "no broker":
+            self._tell("active", "beat: active (fence %d)", fence)
 
-    def _withdraw(self, claim: Claim) -> None:
-        """The broker did not take the message: its entry is due again soon; until then others have their turns."""
-        entry = claim.entry
-        self._write({**(self._runs or {}), entry.name: claim.before})
-        self._date(entry, claim.before)
-        others = [event for event in self._heap or () if event.entry is not entry]
-        self._heap = sorted([*others, beat.event_t(self._when(entry, PAUSE), 5, entry)])
-        self._claim = None
-
-    def _date(self, entry: Any, sent: Sent) -> None:
-        """Set when the entry was sent last, and how often."""
+    def _catch_up(self, entry: Any, sent: Sent) -> None:
+        """Set when an entry that has just been read was sent last, and how often, by what the state says of it."""
         moment, zone = datetime.fromisoformat(sent.moment), entry.last_run_at.tzinfo
         entry.last_run_at = moment.replace(tzinfo=None) if zone is None else moment.astimezone(zone)
         entry.total_run_count = sent.times
-
-    def _catch_up(self, entry: Any, sent: Sent) -> None:
-        """The same for an entry that has just been read, by what the state says of it."""
-        self._date(entry, sent)
 
     def _write(self, runs: dict[str, Sent]) -> None:
         text = json.dumps(runs, separators=(",", ":"))
@@ -261,11 +225,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             raise LockLost("somebody else has become active", key=self._key)
         self._runs = runs
 
-    def _no_broker(self, error: Exception) -> None:
-        self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
-
     def _stand_by(self) -> None:
-        leader, self._leader, self._runs = self._leader, None, None
+        leader, self._leader, self._runs, self._unsent = self._leader, None, None, {}
         if leader is not None:
             with suppress(LockError):  # it ends by itself
                 leader.resign()
@@ -291,26 +252,17 @@ def _sent(entry: Any) -> Sent:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay a signal that would end this beat until a claimed message has been sent; a second one ends it at once."""
+    """Delay a signal that would end this beat until a claimed message has been sent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came = list[int]()
-
-    def wait(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        end()
-
-    def end() -> None:
-        for each, handler in before.items():
-            _ = signal.signal(each, handler)
-
-    before = {each: signal.getsignal(each) or signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGINT)}
-    for each in before:
-        _ = signal.signal(each, wait)
+    ending = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, lambda number, _: came.append(number)) for each in ending]
     try:
         yield
     finally:
-        end()
+        for each, handler in zip(ending, before, strict=True):
+            _ = signal.signal(each, signal.SIG_DFL if handler is None else handler)
         if came:
             signal.raise_signal(came[0])

@@ -35,8 +35,10 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
         """Send it, and write that down; what is only claimed is not written down."""
         super().apply_entry(entry, producer)
-        if self._claim is None:
-            self.sync()
+        if entry.name in self._unsent:  # its row is as it was
+            entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, entry.total_run_count
+            self._dirty.discard(entry.name)
+        self.sync()
 
     def should_sync(self) -> bool:
         """Whether Celery is to call `sync` too, with each message, sent or not, or every three minutes."""
@@ -46,21 +48,17 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
         self._schedule, self._initial_read, self._dirty = None, True, set[str]()
         super()._take_over()
 
-    def _date(self, entry: Any, sent: Sent) -> None:
-        super()._date(entry, sent)
-        model = entry.model
-        if (model.last_run_at, model.total_run_count) != (entry.last_run_at, entry.total_run_count):
-            model.last_run_at, model.total_run_count = entry.last_run_at, entry.total_run_count
-            self._dirty.add(entry.name)
-
     def _catch_up(self, entry: Any, sent: Sent) -> None:
         """The same if the state is newer than the row.
 
         Where the row has no `last_run_at`, its last change counts: it is to begin anew, as one that was enabled again.
         """
-        told, changed = maybe_make_aware(entry.last_run_at), maybe_make_aware(entry.model.date_changed)
+        model = entry.model
+        told, changed = maybe_make_aware(entry.last_run_at), maybe_make_aware(model.date_changed)
         if told == changed - _IN_THE_PAST:
             told = changed
         saved = told == changed and entry.name in self.app.conf.beat_schedule  # by each beat that becomes active
         if saved or told < datetime.fromisoformat(sent.moment):
-            self._date(entry, sent)
+            super()._catch_up(entry, sent)
+            model.last_run_at, model.total_run_count = entry.last_run_at, entry.total_run_count
+            self._dirty.add(entry.name)

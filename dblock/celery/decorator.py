@@ -64,22 +64,16 @@ def _made(function: Any, bind: bool, app: Any, given: dict[str, Any]) -> Any:
         raise TypeError(f"{function!r} is a coroutine function, which Celery's workers do not run")
     if hasattr(function, "apply_async"):
         raise TypeError(f"locked_task makes the task, without @app.task or @shared_task below it: {function!r} is one")
-    if not str(getattr(function, "__name__", "")).isidentifier():
-        raise TypeError(f"{function!r} has no name, which Celery calls a task by: write a def")
-    spec = spec_for(function, bind, given)
-    options = {name: value for name, value in given.items() if name not in LockOptions.__annotations__}
+    ours = given.keys() & LockOptions.__annotations__.keys()
+    spec = spec_for(function, bind, **{name: given[name] for name in ours})
+    options = {name: value for name, value in given.items() if name not in ours}
 
     def make(app: Any) -> Any:
         return app.task(lazy=False, shared=False, bind=bind, **_based(app, spec, options))(function)
 
     def current() -> Any:
-        its = current_app._get_current_object()
-        task = its.tasks[options.get("name") or its.gen_task_name(function.__name__, function.__module__)]
-        if not isinstance(task, LockTask):
-            raise ValueError(  # noqa: TRY004 - it is the name
-                f"another task, which does not lock, is registered as {task.name!r} in {its!r}"
-            )
-        return task
+        name = options.get("name") or current_app.gen_task_name(function.__name__, function.__module__)
+        return current_app.tasks[name]
 
     if app is not None:
         return app.task(shared=False, bind=bind, **_based(app, spec, options))(function)

@@ -16,22 +16,13 @@ def made_of(engine: Any, kind: Literal["db_lock", "db_semaphore", "db_leader"], 
 
         engine = valid_engine(engine() if callable(engine) else engine)
         return getattr(sqlalchemy_dblock, kind)(engine, key, **options)
-    from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
-
     import dblock  # noqa: PLC0415 - a package imports none above it
-    from dblock import conf  # noqa: PLC0415 - needs Django
 
-    try:
-        _ = conf.settings()
-    except ImproperlyConfigured as error:
-        raise ImproperlyConfigured(f"{error} (Without Django: engine=, a SQLAlchemy Engine.)") from error
     return getattr(dblock, kind)(key, **options)
 
 
 def valid_engine(engine: Any) -> Any:
     """An Engine, a function that returns one, or None; TypeError otherwise."""
-    if hasattr(engine, "sync_engine"):
-        raise TypeError("a task runs in a thread: engine= takes an Engine, not an AsyncEngine")
     class_ = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
     if not (engine is None or isinstance(engine, class_) or (callable(engine) and not hasattr(engine, "engine"))):
         raise TypeError(f"engine is an Engine of SQLAlchemy's, or a function that returns one, not {engine!r}")

@@ -8,7 +8,6 @@ somebody passed on.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -18,8 +17,6 @@ from dblock.core.errors import InvalidToken
 from dblock.core.tokens import valid_token
 
 NAME: Final = "dblock"
-LENGTH: Final = 16384
-"""Characters of the longest header that is read; a token of the longest key has less than 5,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +29,22 @@ class Header:
     """The lock that the message carries."""
     tries: int = 0
     """How often in a row its key was busy."""
-    since: float = 0.0
-    """When it was for the first time, by the clock of the worker; seconds since the epoch."""
 
     @classmethod
     def of(cls, headers: Any, task_id: Any) -> Self:
         """What these headers of a message of task `task_id` say, whatever they are; an id may be a UUID."""
-        said, found = _said(headers), cls(str(task_id))
-        if said.get("task") != found.task:
+        found, said = cls(str(task_id)), None
+        text = headers.get(NAME) if isinstance(headers, Mapping) else None
+        if isinstance(text, str):
+            with suppress(ValueError, RecursionError):
+                said = json.loads(text)
+        if not isinstance(said, dict) or said.get("task") != found.task:
             return found
         with suppress(InvalidToken):
             _ = valid_token(said.get("token"))
-            found = found.carrying(said["token"])
-        tries, since = said.get("tries"), said.get("since")
-        if type(tries) is int and isinstance(since, float) and 0 < tries < 2**31 and 0 < since < 2**40:
-            # The clocks of two workers differ: a time to come is as good as now.
-            return replace(found, tries=tries, since=min(since, time.time()))
-        return found
+            found = replace(found, token=said["token"])
+        tries = said.get("tries")
+        return replace(found, tries=tries) if type(tries) is int and 0 < tries < 2**31 else found
 
     def is_for(self, key: str) -> bool:
         """Whether the lock that the message carries is one of that key."""
@@ -58,22 +54,3 @@ class Header:
         """Those headers, with this one."""
         others = {name: value for name, value in (headers or {}).items() if name != NAME}
         return {**others, NAME: json.dumps(asdict(self))} if self.token or self.tries else others
-
-    def carrying(self, token: str) -> Self:
-        """The same with this lock, or with none."""
-        return replace(self, token=token)
-
-    def busy_again(self) -> Self:
-        """The key was busy once more."""
-        return replace(self, tries=self.tries + 1, since=self.since or time.time())
-
-
-def _said(headers: object) -> dict[str, Any]:
-    text = headers.get(NAME) if isinstance(headers, Mapping) else None
-    if not isinstance(text, str) or len(text) > LENGTH:
-        return {}
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -6,10 +6,10 @@ Rule: all of them are checked when the task is decorated; only a call's argument
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps as serialize
@@ -19,6 +19,7 @@ from kombu.utils.json import dumps
 from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
+from dblock.core.lock.locks import refuse_interrupt
 from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
@@ -40,25 +41,22 @@ class LockOptions(OfLease, total=False):
 
     key: a function `(task, *args, **kwargs) -> str`, in place of a format string.
     on_busy: what becomes of a task whose key somebody else holds:
-        "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s; this does not count
-        for `max_retries`, nor occupy a worker. "wait": its worker waits in the queue, up to `timeout`, then
-        LockTimeout. "skip": it ends with a result that `dblock.celery.skipped` knows. "raise": LockTimeout.
+        "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s, until it expires;
+        this does not count for `max_retries`, nor occupy a worker. "wait": its worker waits, up to `timeout`, in the
+        queue, then LockTimeout. "skip": its result is one that `dblock.celery.skipped` knows. "raise": LockTimeout.
         Where the lock is taken at sending, "retry" and "skip" return the AsyncResult of the first call.
     scope: "run": locked while it runs. "queue": from its sending until it has ended. "both": one lock while it is
         queued, another one while it runs: at most one of each.
     engine: a SQLAlchemy Engine, or a function that returns one, whose database has the lock; by default Django's.
     timeout: seconds for which to wait for the key, in a worker (and "queue", "wait": where it is sent); 0 but for
         "wait", which has the default of `db_lock`.
-    busy_timeout: seconds after the first busy try at which "retry" gives up with LockTimeout; None for never.
     queue_ttl: seconds for which the lock of a message lasts from the moment at which the task is due (3600): nobody
         renews it until a worker runs the task. Too short, and a second message may be sent before the first one ran
         (which then takes the key anew, or acts as `on_busy` says); too long, and the key stays taken for so long when
         a broker loses the message.
-    interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft time
-        limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
     permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
 
-    The others are those of `db_lock`.
+    The others are those of `db_lock`; `interrupt=True` is refused, as it cancels tasks of asyncio.
     """
 
     key: str | MakeKey
@@ -66,15 +64,13 @@ class LockOptions(OfLease, total=False):
     scope: Scope
     engine: Engine | Callable[[], Engine] | None
     timeout: Seconds | None
-    busy_timeout: Seconds | None
     queue_ttl: Seconds
-    interrupt: bool
     permits: int | None
     using: str | None
 
 
-class CeleryOptions(TypedDict, total=False):
-    """Celery's options of a task; each is what Celery's documentation of `Task` says."""
+class TaskOptions(LockOptions, total=False):
+    """The keyword options of `locked_task`: Celery's are what its documentation of `Task` says."""
 
     name: str
     base: type[Any]
@@ -121,30 +117,21 @@ class CeleryOptions(TypedDict, total=False):
     Strategy: str
 
 
-class TaskOptions(LockOptions, CeleryOptions, total=False):
-    """The keyword options of `locked_task`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What one locked task was told."""
 
-    function: Callable[..., Any]
-    bind: bool
-    """Whether the function takes the task as the first argument."""
+    make_key: MakeKey
     options: dict[str, Any]
     """Those of `db_lock`, but `timeout` and `label`."""
     label: str
-    interrupt: bool
-    key_of: str | MakeKey | None = None
-    engine: Any = None
+    engine: Any
     scope: Scope
     on_busy: OnBusy
-    timeout: float | EllipsisType | None = ...
-    """That of `db_lock`; `...` if none was given."""
-    busy_timeout: float | None = None
-    queue_ttl: float = 3600.0
-    permits: int | None = None
+    timeout: float | EllipsisType | None
+    """That of `db_lock`; `...` is its default."""
+    queue_ttl: float
+    permits: int | None
     """How many runs may hold the key at a time; None for a plain lock."""
 
     def key(self, task: Any, args: Any, kwargs: Any) -> str:
@@ -159,20 +146,11 @@ class Spec:
             pass  # a call that is no message
         else:
             args, kwargs = deserialize(data, kind, encoding, accept=[kind])
-        if isinstance(self.key_of, str):
-            return Template(self.key_of, self.function, bound=self.bind).key(tuple(args), kwargs)
-        if self.key_of is not None:
-            return valid_key(self.key_of(task, *args, **kwargs))
-        arguments = Template("", self.function, bound=self.bind).arguments(tuple(args), kwargs)
-        try:
-            text = dumps(arguments, sort_keys=True)
-        except TypeError as error:
-            raise InvalidKey(f"task {task.name} needs a key: its arguments cannot be compared ({error})") from error
-        return valid_key(f"{task.name}:{hashlib.blake2s(text.encode(), digest_size=16).hexdigest()}")
+        return valid_key(self.make_key(task, *args, **kwargs))
 
-    def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
+    def lock(self, task: Any, key: str, timeout: Any) -> SyncLock:
         """The lock of one run; `timeout` as that of `db_lock`."""
-        told = {"label": self.label_of(task), **({} if timeout is ... else {"timeout": timeout}), **self.options}
+        told = {"label": self.label_of(task), "timeout": timeout, **self.options}
         if self.permits is None:
             lock: SyncLock = made_of(self.engine, "db_lock", key, **told)
         else:
@@ -183,8 +161,8 @@ class Spec:
         """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
         kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
         kept |= {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
-        kept |= {} if timeout is ... else {"timeout": timeout}
-        lock: SyncLock = made_of(self.engine, "db_lock", key, label=self.label_of(task), release="now", **kept)
+        kept |= {"label": self.label_of(task), "timeout": timeout, "release": "now"}
+        lock: SyncLock = made_of(self.engine, "db_lock", key, **kept)
         return lock
 
     def label_of(self, task: Any) -> str:
@@ -196,55 +174,74 @@ class Spec:
         return valid_key(f"{key} (queued)") if self.scope == "both" else key
 
 
-_CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
-    "engine": valid_engine,
-    "timeout": valid_timeout,
-    "busy_timeout": lambda given: valid_timeout(given, "busy_timeout"),
-    "queue_ttl": lambda given: valid_ttl(given, "queue_ttl", "how long the lock of a message lasts,"),
-    "permits": lambda given: None if given is None else valid_permits(given),
-}
-"""What is made of an option that db_lock does not have."""
-_LOCKS: Final = {"using", *OfLease.__annotations__} - {"label", "interrupt"}
-_NEEDS: Final = {
-    "busy_timeout": ("on_busy", ("retry",)),
-    "queue_ttl": ("scope", ("queue", "both")),
-    "permits": ("scope", ("run",)),
-}
-"""Options that do nothing unless another one has one of these values."""
-
-
-def spec_for(function: Callable[..., Any], bind: bool, given: Mapping[str, Any]) -> Spec:
+def spec_for(
+    function: Callable[..., Any],
+    bind: bool,
+    *,
+    key: str | MakeKey | None = None,
+    scope: Scope = "run",
+    on_busy: OnBusy = "retry",
+    engine: Any = None,
+    using: str | None = None,
+    timeout: Any = ...,
+    queue_ttl: Any = None,
+    permits: Any = None,
+    label: str = "",
+    ttl: Any = None,
+    interrupt: bool = False,
+    **lease: Any,
+) -> Spec:
     """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
-    core = valid_options(**{name: given[name] for name in OfLease.__annotations__.keys() & given.keys() - {"ttl"}})
-    own = {name: check(given[name]) for name, check in _CHECKS.items() if name in given}
-    for name, values in (("scope", get_args(Scope)), ("on_busy", get_args(OnBusy))):
-        own[name] = given.get(name, values[0])
-        if own[name] not in values:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {own[name]!r}")
-    spec = Spec(
-        function=function,
-        bind=bind,
-        options={name: given[name] for name in _LOCKS & given.keys()},
-        label=core.label,
-        interrupt=core.interrupt,
-        key_of=given.get("key"),
-        **own,
-    )
-    for name, (other, values) in _NEEDS.items():
-        if given.get(name) is not None and getattr(spec, other) not in values:
-            raise ValueError(f"{name} does nothing but with {other}={' or '.join(map(repr, values))}")
-    if spec.permits is not None and "reentrant" in given:
-        raise ValueError("reentrant is not for permits: each run has one of its own")
-    if (using := given.get("using")) is not None:
-        if spec.engine is not None:
+    _ = valid_options(label=label, **lease)
+    if ttl is not None:
+        lease["ttl"] = valid_ttl(ttl)
+    refuse_interrupt(interrupt)
+    for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
+        if chosen not in values:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")
+    if queue_ttl is None:
+        queue_ttl = 3600.0
+    elif scope == "run":
+        raise ValueError("queue_ttl does nothing but with scope='queue' or 'both'")
+    if permits is not None and (scope != "run" or "reentrant" in lease):
+        raise ValueError("permits is for scope='run', and not for reentrant: each run has a permit of its own")
+    if using is not None:
+        if engine is not None:
             raise ValueError("using is an alias of Django's, and does nothing with engine=")
         from dblock.connections import valid_alias  # noqa: PLC0415 - needs Django
 
-        _ = valid_alias(using)
-    if given.get("ttl") is not None:
-        _ = valid_ttl(given["ttl"])
-    if isinstance(spec.key_of, str):
-        _ = Template(spec.key_of, function, bound=bind)
-    elif not (spec.key_of is None or callable(spec.key_of)):
-        raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {spec.key_of!r}")
-    return spec
+        lease["using"] = valid_alias(using)
+    if not isinstance(timeout, EllipsisType):
+        timeout = valid_timeout(timeout)
+    elif on_busy != "wait":
+        timeout = 0.0
+    return Spec(
+        make_key=_key_maker(key, function, bind),
+        options=lease,
+        label=label,
+        engine=valid_engine(engine),
+        scope=scope,
+        on_busy=on_busy,
+        timeout=timeout,
+        queue_ttl=valid_ttl(queue_ttl, "queue_ttl", "how long the lock of a message lasts,"),
+        permits=None if permits is None else valid_permits(permits),
+    )
+
+
+def _key_maker(key: str | MakeKey | None, function: Callable[..., Any], bind: bool) -> MakeKey:
+    """The function that is given; or one that formats the text; or one that makes a digest of the arguments."""
+    if callable(key):
+        return key
+    if not (key is None or isinstance(key, str)):
+        raise TypeError(f"the key is text, or a function (task, *args, **kwargs) that returns it, not {key!r}")
+    template = Template(key or "", function, bound=bind)
+
+    def digest(task: Any, /, *args: Any, **kwargs: Any) -> str:
+        arguments = template.arguments(args, kwargs)
+        try:
+            text = dumps(arguments, sort_keys=True)
+        except TypeError as error:
+            raise InvalidKey(f"task {task.name} needs a key: its arguments cannot be compared ({error})") from error
+        return f"{task.name}:{hashlib.blake2s(text.encode(), digest_size=16).hexdigest()}"
+
+    return digest if key is None else lambda _, /, *args, **kwargs: template.key(args, kwargs)

@@ -25,20 +25,17 @@ from dblock.core.tokens import valid_token
 from dblock.core.values import Grant
 
 if TYPE_CHECKING:
-    from dblock.celery.options import Spec
     from dblock.core.lock.locks import SyncLock
 
 
 def take(task: Any, key: str, task_id: str, delay: float) -> str:
     """The token of a new lock for the message of task `task_id`, due in `delay` seconds; raises LockTimeout."""
-    spec: Spec = task.spec
-    timeout = spec.timeout if spec.on_busy == "wait" or spec.timeout is not ... else 0
-    lock = spec.queue_lock(task, spec.queue_key(key), timeout, spec.queue_ttl + delay)
+    lock = task.spec.queue_lock(task, task.spec.queue_key(key), task.spec.timeout, task.spec.queue_ttl + delay)
     if lock._hold_here() is not None:  # it would be entered once more
         why = f"{lock.key!r} is held by the flow that sends {task.name}"
         raise LockTimeout(why, key=lock.key, holder=lock.inspect())
     with acting_for(task_id), lock:
-        return lock.detach()
+        return str(lock.detach())
 
 
 def first_result(task: Any, busy: LockTimeout) -> Any:
@@ -103,10 +100,7 @@ def let_go(lock: SyncLock) -> None:
 
 def due_in(options: dict[str, Any]) -> float:
     """Seconds until the task is due; Celery takes a time without a zone for one of UTC."""
-    eta = options.get("eta")
-    if isinstance(eta, str):
-        eta = maybe_iso8601(eta)
-    if isinstance(eta, datetime):
+    if (eta := maybe_iso8601(options.get("eta"))) is not None:
         return max(0.0, float(maybe_make_aware(eta).timestamp() - datetime.now(UTC).timestamp()))
     return max(0.0, float(options.get("countdown") or 0.0))
 

@@ -21,17 +21,12 @@ back is sent before its run ends; where the broker does not take it, the run wai
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
-from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from celery import Task, signals
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
@@ -51,7 +46,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dblock.celery.options import Spec
-    from dblock.core.holding.flow import Hold
     from dblock.core.lock.locks import SyncLock
 
 P = ParamSpec("P")
@@ -102,8 +96,7 @@ class Run:
     def carry_on(self, delay: float) -> str:
         """The token for a message due in `delay` seconds, to which the lock passes once this run has ended; or ""."""
         lock = self.carried
-        hold = None if lock is None else lock._hold_here()
-        if lock is None or hold is None:
+        if lock is None or (hold := lock._hold_here()) is None:
             return ""
         secret = new_secret()
         self.passed = secret, self.task.spec.queue_ttl + delay
@@ -158,17 +151,20 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
 
     def apply_async(self, args: Any = None, kwargs: Any = None, task_id: Any = None, **options: Any) -> Any:
         """Send it, as Celery's `apply_async`; with scope="queue" or "both", a message that has the lock."""
-        spec, request, token, taken = self.spec, self.request, "", ""
+        spec, token, taken = self.spec, "", ""
         if self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id=task_id, **options)
         key, delay = spec.key(self, args, kwargs), due_in(options)
-        again = task_id is not None and task_id == request.id  # by `retry()`
-        run: Run | None = getattr(request, "locked_run", None) if again else None
+        again = task_id is not None and task_id == self.request.id  # by `retry()`
+        run: Run | None = getattr(self.request, "locked_run", None) if again else None
         hanging = task_id is not None or any(options.get(name) for name in _HANGING)
         task_id = task_id or uuid()
+        came = Header.of(self.request.headers, task_id)
         try:
-            if again:
-                token = self._kept(run, key, delay)
+            if run is not None:
+                token = run.carry_on(delay) if run.key == key else ""
+            elif came.is_for(spec.queue_key(key)):  # its run has not come to its lock yet (`before_start`)
+                token = came.token
             if spec.scope != "run" and not token:
                 try:
                     token = taken = take(self, key, str(task_id), delay)
@@ -187,16 +183,6 @@ class LockTask(Task, Generic[P, R]):  # type: ignore[misc]
                 run.passed = None
             raise
 
-    def _kept(self, run: Run | None, key: str, delay: float) -> str:
-        """The token of the lock that this run leaves to its `retry()`; "" if it leaves none."""
-        if run is not None:
-            return run.carry_on(delay) if run.key == key else ""
-        came = Header.of(self.request.headers, self.request.id)  # it has not come to its lock yet (`before_start`)
-        if came.is_for(self.spec.queue_key(key)):
-            return came.token
-        _drop(self, self.request)
-        return ""
-
 
 Body = Callable[[], Any]
 Busy = LockTimeout | LockStoreError
@@ -207,15 +193,14 @@ def _run_message(run: Run, body: Body) -> Any:
     task, spec, header = run.task, run.task.spec, run.header
     key = spec.queue_key(run.key)
     if not header.is_for(key):
-        if header.token:
-            give_up(task, task.request.id, header.token)
-        run.header = header.carrying("")
+        _drop(task, task.request)
+        run.header = replace(header, token="")
         return _take_turn(run, body)
     lock = spec.lock(task, key, 0) if spec.scope == "queue" else spec.queue_lock(task, key, 0)
     try:
         refused = accept(task, lock, header.token)
         if isinstance(refused, LockLost):
-            run.header = header.carrying("")
+            run.header = replace(header, token="")
         elif refused is None and spec.scope == "queue":
             return _under(run, lock, body)[1]
         elif refused is None:
@@ -240,8 +225,7 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
             run.carried = lock if run.task.spec.scope == "queue" else None
             try:
                 _ = _current.set(lock)
-                with _interrupting(lock, run.task.spec.interrupt):
-                    return None, body()
+                return None, body()
             except (Retry, Reject) as error:
                 ended = error
                 raise
@@ -267,8 +251,7 @@ def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
     """
     task, spec = run.task, run.task.spec
     me = storable(str(task.request.id or ""))
-    waits = spec.on_busy == "wait" or (run.here and spec.on_busy == "retry")
-    timeout = spec.timeout if waits or spec.timeout is not ... else 0
+    timeout = ... if run.here and spec.on_busy == "retry" and spec.timeout == 0 else spec.timeout
     while True:
         back = spec.on_busy == "retry" or busy is not None
         if busy is None:
@@ -290,68 +273,31 @@ def _take_turn(run: Run, body: Body, busy: Busy | None = None) -> Any:
 
 
 def _send_back(run: Run, busy: Busy) -> float:
-    """Have the broker bring the message again later, and end this run: raises Retry, or LockTimeout at the limit.
+    """Have the broker bring the message again later, and end this run by Retry.
 
     If the broker does not take it: for how many seconds to wait here.
     """
-    task, spec, request = run.task, run.task.spec, run.task.request
-    holder, tries = getattr(busy, "holder", None), run.header.tries
-    run.header = header = run.header.busy_again()
-    waited = time.time() - header.since
-    left = float("inf") if spec.busy_timeout is None else spec.busy_timeout - waited
-    if left <= 0:
-        raise LockTimeout(
-            f"task {task.name}[{request.id}] found its key busy {tries + 1} times in {waited:.0f} s: {busy}",
-            key=run.key,
-            holder=holder,
-        ) from busy
-    seconds = min(_pace.countdown(run.key, tries, 0.0 if holder is None else holder.age), left)
+    task, request, holder = run.task, run.task.request, getattr(busy, "holder", None)
+    seconds = _pace.countdown(run.key, run.header.tries, 0.0 if holder is None else holder.age)
+    run.header = header = replace(run.header, tries=run.header.tries + 1)
     message = task.signature_from_request(
         request,
         countdown=seconds,
         retries=request.retries,
-        headers=header.carrying(run.carry_on(seconds) or header.token).into(request.headers),
+        headers=replace(header, token=run.carry_on(seconds) or header.token).into(request.headers),
         add_to_parent=False,
         argsrepr=getattr(request, "argsrepr", None),
         kwargsrepr=getattr(request, "kwargsrepr", None),
     )
     try:
         super(LockTask, task).apply_async(message.args, message.kwargs, **message.options)
-    except SoftTimeLimitExceeded:
+    except Exception as error:  # a broker's can be anything, and no message is lost for it
         run.passed = None
-        raise
-    except Exception as error:  # noqa: BLE001 - a broker's can be anything, and no message is lost for it
-        run.passed = None
+        if isinstance(error, SoftTimeLimitExceeded):
+            raise
         warn("the broker does not take task %s[%s] back, waiting here: %r", task.name, request.id, error)
         return seconds
     raise Retry(exc=busy, when=seconds, is_eager=False, sig=message)
-
-
-@contextmanager
-def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
-    """End the body when its lock is lost, in the way of a soft time limit: in the main thread of a prefork child.
-
-    What the body raises then becomes LockLost where it leaves the lock. The COMMIT of a guarded block on that lock is
-    not interrupted; the end of that block is.
-    """
-    here = threading.current_thread() is threading.main_thread()
-    if not (wanted and here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler):
-        yield
-        return
-    mutex, wanting = threading.RLock(), [True]  # a signal handler may find the lock lost
-
-    def interrupt(hold: Hold) -> None:  # called by the watching thread: it waits for nothing
-        with mutex:
-            if wanting and not hold.committing:
-                wanting.clear()
-                os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
-
-    lock._interrupt_body = interrupt
-    try:
-        yield
-    finally:
-        with mutex:  # a signal that was sent before is delivered before this ends
-            wanting.clear()
 
 
 def _drop(task: Any, request: Any) -> None:
@@ -366,10 +312,9 @@ def _revoked(sender: Any = None, request: Any = None, **_said: Any) -> None:
         _ = elsewhere.submit(_drop, sender, request)
 
 
-def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> None:
+def _over(sender: Any = None, state: str = "", **_: Any) -> None:
     """A run has ended before it came to the lock that its message carries."""
-    comes_again = state == "RETRY" or (isinstance(retval, Reject) and retval.requeue)
-    if isinstance(sender, LockTask) and not (comes_again or hasattr(sender.request, "locked_run")):
+    if isinstance(sender, LockTask) and not (state == "RETRY" or hasattr(sender.request, "locked_run")):
         _drop(sender, sender.request)
 
 

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import sys
-import threading
 import time
 from typing import Any
 
@@ -21,7 +20,7 @@ from sqlalchemy.engine import Engine
 
 from dblock.celery import current_lock, locked_task
 from dblock.core.errors import LockLost
-from sqlalchemy_dblock import LockTimeout, db_lock
+from sqlalchemy_dblock import LockTimeout
 
 RUNS = Table(
     "celery_runs",
@@ -106,26 +105,6 @@ def plain(number: int, by: int = 1) -> int:
     return number + by
 
 
-@locked("limited {resource}", permits=2, ttl=3, name="locked.limited")
-def limited(self: Any, resource: str, seconds: float = 0.05) -> str:
-    """At most two of these run at a time."""
-    with record(resource, self.request.id):
-        time.sleep(seconds)
-    return str(current_lock().slot)
-
-
-@locked("own {resource}", on_busy="skip", ttl=3, max_retries=2)
-def own_retry(self: Any, resource: str) -> Any:
-    """Retries at once, twice, and ends slowly."""
-    with record(resource, self.request.id):
-        if self.request.retries < 2:
-            try:
-                raise self.retry(countdown=0)
-            finally:
-                time.sleep(0.3)
-    return self.request.retries
-
-
 @locked("carried {resource}", scope="queue", ttl=3, max_retries=2)
 def carried_retry(self: Any, resource: str) -> Any:
     """Likewise, and its lock goes along with the message."""
@@ -159,26 +138,9 @@ def hard(self: Any, resource: str) -> str:
     return "done"
 
 
-@locked("lost {resource}", ttl=3, interrupt=True)
-def interrupted(self: Any, resource: str) -> str:
-    """Is told that its lock is lost, in mid-sleep, while the callback of another lock hangs."""
-    hangs = threading.Event()
-
-    def hang(_: object, __: object) -> None:
-        hangs.set()
-        time.sleep(60)
-
-    db_lock(engine(), "other", ttl=0.1, renew=False, on_lost=hang).acquire()
-    assert hangs.wait(10)
-    with record(resource, self.request.id):
-        for _ in range(200):
-            time.sleep(0.1)
-    return "done"
-
-
 @locked("lost {resource}", ttl=3)
-def uninterrupted(self: Any, resource: str) -> str:
-    """Ends before it is told, if it does not ask."""
+def heedless(self: Any, resource: str) -> str:
+    """Catches what it is told of its lock."""
     with record(resource, self.request.id) as lock:
         deadline = time.monotonic() + 20
         try:

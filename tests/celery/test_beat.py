@@ -28,8 +28,7 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock
-from tests.celery.conftest import python
-from tests.conftest import ALIASES, DATABASES, ready, run, timed, url
+from tests.conftest import ALIASES, ready, run, timed, url
 
 LONG = os.environ.get("DBLOCK_CELERY") == "long"
 HOUR = 3600.0
@@ -211,7 +210,7 @@ def test_what_the_broker_did_not_take_is_sent_by_the_next_beat(make: Callable[..
 def test_who_knows_that_it_sent_nothing_does_not_forget_it(
     make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broker and database were away at once, and then the lock was lost: it is sent when this one is active again."""
+    """Broker and database were away at once: it is sent when both are back."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
     beat.scheduler._wait()
@@ -229,7 +228,6 @@ def test_who_knows_that_it_sent_nothing_does_not_forget_it(
     beat.on_send = raises(OperationalError("away"), "t")
     assert beat.tick() == [PAUSE]
     assert known()["e"][1] == 6
-    beat.scheduler._stand_by()
     monkeypatch.setattr(states, "write", real)
     beat.on_send = str
     beat.tick(2)
@@ -239,20 +237,25 @@ def test_who_knows_that_it_sent_nothing_does_not_forget_it(
 def test_a_broker_that_cannot_be_reached_ends_no_beat(
     make: Callable[..., Beat], database: str, known: Callable[[], Any]
 ) -> None:
-    """Nothing is claimed before there is a connection."""
-    leave(database, 1, e=(2 * HOUR, 5))
-    beat = make()
+    """Nothing is claimed before there is a connection, which is a new one after a message that was not taken."""
+    leave(database, 1, e=(2 * HOUR, 5), f=(2 * HOUR, 5))
+    beat = make(entries={name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")})
     real = beat.scheduler._ensure_connected
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise OperationalError("away")
 
     beat.scheduler._ensure_connected = fail
     assert beat.tick(2) == [PAUSE] * 2
     assert known()["e"][1] == 5
-    beat.scheduler._ensure_connected = real
-    beat.tick(2)
-    assert (beat.sent, known()["e"][1]) == (["t"], 6)
+    beat.scheduler._ensure_connected, beat.on_send = real, fail
+    beat.tick()
+    beat.scheduler._ensure_connected = fail
+    assert beat.tick(2) == [PAUSE] * 2
+    assert (beat.sent, known()["e"][1], known()["f"][1]) == ([], 5, 5)
+    beat.scheduler._ensure_connected, beat.on_send = real, str
+    beat.tick(5)
+    assert (sorted(beat.sent), known()["e"][1], known()["f"][1]) == (["e", "f"], 6, 6)
 
 
 def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..., Beat], database: str) -> None:
@@ -289,6 +292,29 @@ def test_a_claim_whose_answer_is_lost_is_claimed_again(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
+def test_a_claim_of_an_earlier_term_is_forgotten(
+    make: Callable[..., Beat], database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another beat has sent the entry since."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    first, second = make(), make()
+    assert first.scheduler._wait()
+    first.scheduler._take_over()
+
+    def write(*_: Any) -> Any:
+        yield from ()
+        raise StoreUnanswered("lost")
+
+    with monkeypatch.context() as away:
+        away.setattr(states, "write", write)
+        assert first.tick() == [PAUSE]
+    first.scheduler._stand_by()
+    second.tick(2)
+    second.scheduler.close()
+    first.tick(3)
+    assert (first.sent, second.sent) == ([], ["t"])
+
+
 @contextmanager
 def ends_on_sigterm(beat: Beat) -> Iterator[None]:
     """As Celery has a beat end; its handler is in place again afterwards."""
@@ -316,24 +342,6 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
     with ends_on_sigterm(beat):
         beat.tick(3)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
-    assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
-
-
-@pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"], indirect=True)
-def test_a_second_signal_does_not_wait(make: Callable[..., Beat], database: str) -> None:
-    """Where the broker hangs, a beat ends all the same."""
-    leave(database, 1, e=(2 * HOUR, 5))
-    beat = make()
-
-    def hang(_: str) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-
-    beat.on_send = hang
-    with ends_on_sigterm(beat):
-        beat.tick()
-    assert beat.sent == []
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
 
@@ -390,11 +398,11 @@ def test_a_database_that_is_away_ends_no_beat(
 
 
 def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not when Celery only asks for its banner."""
+    """But not when Celery only asks for its banner; and an app needs a name, or its beat a key."""
     kind = type("Beat", (PersistentScheduler,), {"engine": 7})
     app = celery.Celery("beats", broker="memory://", set_as_current=False)
-    assert "celery-beat:beats (10 s)" in kind(app, lazy=True).info
+    assert kind(app, lazy=True)._key == "celery-beat:beats"
     with pytest.raises(TypeError, match="engine is an Engine"):
         kind(app)
-    no_settings = "import celery, dblock.celery as d; d.PersistentScheduler(celery.Celery('b', broker='memory://'))"
-    assert "(Without Django: engine=, a SQLAlchemy Engine.)" in python("-c", no_settings).stderr
+    with pytest.raises(ValueError, match="an app without a name needs lock_key"):
+        PersistentScheduler(celery.Celery(broker="memory://", set_as_current=False))

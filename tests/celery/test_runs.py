@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import itertools
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,8 +35,8 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import db_lock, observe
-from tests.celery.conftest import python, wait_until
+from sqlalchemy_dblock import db_lock
+from tests.celery.conftest import wait_until
 from tests.conftest import ready, run, url
 
 NUMBERS = itertools.count()
@@ -280,33 +278,23 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
     [
         ({"on_busy": "maybe"}, "maybe"),
         ({"scope": "always"}, "always"),
-        ({"timout": 3}, "no option 'timout' .did you mean timeout"),
         ({"queue_tll": 3}, "did you mean queue_ttl"),
-        ({"on_bussy": "skip"}, "did you mean on_busy"),
-        ({"scop": "run"}, "scope"),
-        ({"on_busy": "skipp"}, "'retry', 'wait', 'skip', 'raise'"),
         ({"ttl": -1}, "ttl"),
         ({"timeout": -3}, "timeout"),
         ({"queue_ttl": 0, "scope": "queue"}, "queue_ttl"),
         ({"engine": 3}, "Engine"),
         ({"key": 3}, "the key is text"),
-        ({"busy_timeout": 3, "on_busy": "skip"}, "busy_timeout does nothing but with on_busy='retry'"),
         ({"queue_ttl": 60}, "queue_ttl does nothing but with scope='queue' or 'both'"),
         ({"using": "default", "engine": lambda: None}, "using is an alias of Django's"),
         ({"max_hold": 5, "renew": False}, "leave one of them out"),
         ({"otherwise": 0}, "no option 'otherwise'"),
         ({"grace": -1}, "grace"),
         ({"reentrant": 1}, "reentrant is True or False"),
-        ({"once": {"graceful": True}}, "no option 'once'"),
-        ({"unlock_before_run": True}, "no option 'unlock_before_run'"),
-        ({"unique_on": ["a"]}, "no option 'unique_on'"),
-        ({"raise_on_duplicate": True}, "no option 'raise_on_duplicate'"),
-        ({"lock_expiry": 60}, "no option 'lock_expiry'"),
+        ({"interrupt": True}, "is for `async with`"),
         ({"permits": 0}, "permits is 1 to"),
         ({"permits": "3"}, "permits is a number"),
-        ({"permits": 3, "scope": "queue"}, "permits does nothing but with scope='run'"),
-        ({"permits": 3, "reentrant": True}, "reentrant is not for permits"),
-        ({"permit": 3}, "permits"),
+        ({"permits": 3, "scope": "queue"}, "permits is for scope='run'"),
+        ({"permits": 3, "reentrant": True}, "not for reentrant"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -353,10 +341,6 @@ def test_what_cannot_be_decorated_is_refused(engine: Engine) -> None:
 
     with pytest.raises(InvalidKey, match="missing"):
         locked_task("{missing}")(named)
-    with pytest.raises(TypeError, match="no name"):
-        locked_task("k")(lambda a: a)
-    with pytest.raises(TypeError, match="no name"):
-        locked_task("k")(functools.partial(named, 1))
     with pytest.raises(TypeError, match="without @app.task"):
         locked_task("k")(celery.Celery().task(named))
     with pytest.raises(TypeError, match="engine=engine"):
@@ -393,6 +377,8 @@ def test_a_task_has_all_options_of_celery(site: Site) -> None:
     assert [LockTimeout] == list(own.throws)
     throws = locked_task("k", engine=site.engine, app=site.app, throws=KeyError)(work_of_others).throws
     assert throws == (KeyError, LockTimeout)
+    for on_busy, timeout in (("retry", 0.0), ("wait", ...), ("skip", 0.0), ("raise", 0.0)):
+        assert site.task(f"k {on_busy}", on_busy=on_busy, name=on_busy)(done).spec.timeout == timeout
 
 
 def test_a_base_and_the_apps_own_class(site: Site) -> None:
@@ -498,34 +484,16 @@ def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.Monk
         assert pace.countdown("crowd", 0, 5.0) <= 300, "brokers deliver again what waits for too long"
 
 
-def test_going_back_has_a_bound(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Then the task fails with LockTimeout, which names the holder, and is no error in the log."""
-
-    work = site.task("k", busy_timeout=0.3)(nothing)
+def test_going_back_ends_with_the_message(site: Site) -> None:
+    """Celery's `expires` counts from the sending, however often the message has gone back."""
+    work = site.task("k")(nothing)
     with somebody(site.engine, "k"):
-        result = work.delay()
-        tries = 0
-        while result.state in {"PENDING", "RETRY"}:
-            site.run()
-            tries += 1
-            time.sleep(0.1)
-    assert tries > 1
-    with pytest.raises(LockTimeout, match="somebody") as caught:
-        result.get()
-    assert f"found its key busy {tries} times" in str(caught.value)
-    assert site.messages() == 0
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_going_back_for_a_time_tries_at_its_end(site: Site) -> None:
-    """The last countdown is no longer than what is left."""
-
-    work = site.task("k", busy_timeout=0.2)(nothing)
-    with somebody(site.engine, "k"):
-        _ = work.delay()
+        result = work.apply_async(expires=0.5)
         site.run()
-    again = site.fetch()
-    assert again._eta < datetime.now(UTC) + timedelta(seconds=0.21)
+        assert result.state == "RETRY"
+        time.sleep(0.5)
+        assert site.fetch().revoked()
+    assert result.state == "REVOKED"
 
 
 def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -613,6 +581,16 @@ def test_a_busy_key(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) 
     site.app.conf.task_always_eager = True
     assert work.delay().get() == "k"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_call_waits_where_a_message_goes_back(site: Site) -> None:
+    """With on_busy="retry", without a `timeout`."""
+    work = site.task("k")(its_key)
+    with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
+        called = pool.submit(work)
+        wait_until(site.is_waited_for)
+        release()
+        assert called.result() == "k"
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
@@ -1084,24 +1062,6 @@ def test_a_retry_with_other_arguments_has_another_key(site: Site) -> None:
     assert not site.held()
 
 
-def test_headers_that_are_passed_on_carry_no_lock(site: Site) -> None:
-    """They are for one task."""
-
-    inner = site.task("inner")(its_key)
-
-    @site.task("outer", scope="queue")
-    def outer(self: Any) -> Any:
-        sent = inner.apply_async(headers=self.request.headers)
-        foreign = site.app.Task.apply_async(inner, headers=self.request.headers)
-        return [sent.id, foreign.id]
-
-    result = outer.delay()
-    site.run()
-    for name in result.get():
-        site.run()
-        assert site.app.AsyncResult(name).get() == "inner"
-
-
 def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no broker's error, so the task does not run here as well."""
 
@@ -1185,22 +1145,6 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise LockStoreError("away")
 
 
-def test_many_are_thrown_away_by_one_thread(site: Site) -> None:
-    """Not by one for each."""
-
-    @site.task("k{n}", scope="queue")
-    def work(self: Any, n: int) -> None: ...
-
-    for number in range(20):
-        _ = work.apply_async((number,), expires=0.01)
-    time.sleep(0.1)
-    before = threading.active_count()
-    for _ in range(20):
-        assert site.fetch().revoked()
-    assert threading.active_count() <= before + 1
-    wait_until(lambda: not site.held())
-
-
 def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
     """As Celery takes it, whatever the app's is."""
     site.app.conf.timezone = "America/New_York"
@@ -1211,23 +1155,6 @@ def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
     assert info is not None
     assert 3640 < info.remaining < 3660
     assert abs((site.fetch()._eta - datetime.now(UTC)).total_seconds() - 3600) < 5
-
-
-def test_options_that_others_have(site: Site) -> None:
-    """`throws` of one class; an id given by position; a queue."""
-
-    @site.task("k", throws=ValueError, dont_autoretry_for=(KeyError,))
-    def work(self: Any) -> str:
-        raise ValueError
-
-    result = work.apply_async((), {}, "an id")
-    assert result.id == "an id"
-    site.run()
-    with pytest.raises(ValueError):
-        result.get()
-    work.throws = ()
-    with pytest.raises(ValueError):
-        work.run()
 
 
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="older backends take no id that is no text")
@@ -1248,35 +1175,6 @@ def test_an_id_may_be_a_uuid(site: Site, scope: str) -> None:
         assert site.run().id == task_id
     assert ran == [(task_id, "k")]
     assert not site.held()
-
-
-@pytest.mark.filterwarnings("ignore:Task name")  # Celery's own, from 5.7 on
-def test_another_task_of_that_name_is_not_taken_for_it(site: Site) -> None:
-    """It would run without a lock."""
-
-    @site.app.task(name=f"{site.app.main}.same", shared=False)
-    def plain() -> None: ...
-
-    site.app.finalize()
-
-    @locked_task("k", engine=site.engine, name=f"{site.app.main}.same")
-    def same() -> None: ...
-
-    with pytest.raises(ValueError, match="registered"):
-        same.delay()
-
-
-def test_without_django_it_says_what_to_do() -> None:
-    """`engine=engine`."""
-    code = """
-from celery import Celery
-from dblock.celery import locked_task
-app = Celery("x", broker="memory://")
-@locked_task("k")
-def work(): ...
-work.apply(throw=True)
-"""
-    assert "engine=, a SQLAlchemy Engine" in python("-c", code).stderr
 
 
 @pytest.mark.parametrize("scope", ["run", "queue"])
@@ -1390,14 +1288,8 @@ def base_of(how: str) -> type[Any]:
     return Base
 
 
-def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
-    """If nobody has it; and so does the retry of one that runs, where it is not queued any more."""
-
-    work = site.task("k", scope="queue")(done)
-
-    @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
-    def replaced(self: Any) -> Any:
-        raise self.replace(work.si())
+def test_the_retry_of_one_that_runs_takes_a_place(site: Site) -> None:
+    """With scope="both": it is not queued any more."""
 
     @site.task("b", scope="both", max_retries=3)
     def both(self: Any) -> str:
@@ -1405,12 +1297,6 @@ def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
             raise self.retry(countdown=0)
         return "done"
 
-    result = replaced.delay()
-    site.run()
-    assert site.held() == {"k": result.id}
-    assert work.delay().id == result.id
-    site.run()
-    assert result.get() == "done"
     retried = both.delay()
     site.run()
     assert site.held() == {"b (queued)": retried.id}
@@ -1421,34 +1307,6 @@ def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
 
 
 # -- seen from outside
-
-
-def test_observers_hear_of_tasks(site: Site) -> None:
-    """A task's lock is acquired and released in its worker; one that is taken by its sending is attached there."""
-
-    @site.task("running", label="mine")
-    def running_one(self: Any) -> None: ...
-
-    @site.task("queued", scope="queue")
-    def queued_one(self: Any) -> None: ...
-
-    told: list[tuple[str, ...]] = []
-    stop = observe(lambda event: told.append((event.key, str(event.kind), event.how)))
-    try:
-        running_one.delay()
-        site.run()
-        queued_one.delay()
-        site.run()
-    finally:
-        stop()
-    lines = [line for line in told if line[0] == "running"]
-    assert lines == [("running", "acquired", "at_once"), ("running", "released", "released")]
-    assert [line[1:] for line in told if line not in lines] == [
-        ("acquired", "at_once"),
-        ("released", "detached"),
-        ("acquired", "attached"),
-        ("released", "released"),
-    ]
 
 
 # -- messages that somebody else wrote

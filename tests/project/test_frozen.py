@@ -92,7 +92,7 @@ def tokens() -> dict[str, Token]:
 def texts() -> dict[str, Any]:
     """The texts that another process, of another version perhaps, reads."""
     message = Message("stock:42", 7, FENCE, 2500, proof(7, FENCE, 2500, OWNER))
-    header = Header("an-id", token_text(tokens()["lock"]), 2, 1_700_000_000.0)
+    header = Header("an-id", token_text(tokens()["lock"]), 2)
     return {
         "token": {name: token_text(token) for name, token in tokens().items()},
         "sequencer": {
@@ -310,7 +310,7 @@ def test_texts_of_it_are_read() -> None:
     message = Message.read(old["message"]["granted"])
     assert message == Message("stock:42", 7, FENCE, 2500, proof(7, FENCE, 2500, OWNER))
     header = Header.of(old["header of a Celery message"], "an-id")
-    assert (header.is_for("stock:42"), header.tries, header.since) == (True, 2, 1_700_000_000.0)
+    assert (header.is_for("stock:42"), header.tries) == (True, 2)
 
 
 def fill(engine: Engine, database: str) -> dict[str, str]:
