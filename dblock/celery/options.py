@@ -195,7 +195,8 @@ def spec_for(
     _ = valid_options(label=label, **lease)
     if ttl is not None:
         lease["ttl"] = valid_ttl(ttl)
-    refuse_interrupt(interrupt)
+    if interrupt:
+        refuse_interrupt()
     for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
         if chosen not in values:
             raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")
