@@ -81,7 +81,7 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
         (renewed if kept else not_renewed).append(due)
     if observers:
         late = max((due.lease.lateness(sent) for due in renewed), default=0.0)  # before they are lengthened
-        tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late), {})
+        tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late))
     for due in renewed:
         _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
     yield from _handle_not_renewed(store, not_renewed, alive or {}, watched, budget)
