@@ -25,7 +25,7 @@ from sqlalchemy import Engine, create_engine
 
 from benchmarks.places import places
 from dblock.contrib import opentelemetry, prometheus
-from dblock.core import runtime
+from dblock.core.observing.observers import observers
 from dblock.operating import history
 from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import store_for
@@ -85,12 +85,13 @@ def _nothing(event: object) -> None:
 
 
 def _keep_history(engine: Engine) -> Callable[[], None]:
-    store, watchdog = store_for(engine), runtime.current.watchdog
+    store = store_for(engine)
     store.history = 10_000
     history.record()
 
     def stop() -> None:
-        store.history, watchdog.observers = 0, None
+        store.history = 0
+        observers.clear()
 
     return stop
 

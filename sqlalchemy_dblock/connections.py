@@ -155,19 +155,18 @@ class EnginePool(AutocommitPool):
         """Probe it in this thread or task."""
         _sessions().ask(connection, until)
 
-    def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
-        """Do the work in a thread, or in tasks of the connections' event loops."""
+    def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
+        """Do the work in a thread, or in a task of the connection's event loop."""
         if not self._dialect.is_async:
-            super().in_background(work, connections)
+            super().in_background(work, connection)
             return
-        for connection in connections:
-            loop: Any = connection.loop
-            try:
-                if not loop.is_running():  # and perhaps never will: end its session now
-                    connection.cut()
-                loop.call_soon_threadsafe(self._begin, work, connection)
-            except RuntimeError:  # it is closed
-                self._close(connection, broken=True)
+        loop: Any = connection.loop
+        try:
+            if not loop.is_running():  # and perhaps never will: end its session now
+                connection.cut()
+            loop.call_soon_threadsafe(self._begin, work, connection)
+        except RuntimeError:  # it is closed
+            self._close(connection, broken=True)
 
     def _begin(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from dblock.core.lock.permits import IsPermit, SyncSemaphore
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.lock.several import AsyncLocks as CoreAsyncLocks
 from dblock.core.lock.several import SyncLocks, once
+from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -405,8 +406,6 @@ def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
-    from dblock.core.observing.observers import reap_and_report  # noqa: PLC0415 - only for observing and reaping
-
     store = store_for(sync_engine(engine))
     seconds = valid_retention(store.retention if retention is None else retention)
     return reap_and_report(store, seconds, Lock)

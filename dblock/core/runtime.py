@@ -2,8 +2,8 @@
 
 A fork replaces the whole object: a child begins empty, and leaves its parent's connections and names alone.
 
-Rule: no other module of the core keeps state of the process, except caches of texts, and `deliveries`, which every
-module logs through and a fork empties. Pools and lock objects are the caller's.
+Rule: no other module of the core keeps state of the process, except caches of texts; `deliveries`, which every module
+logs through and a fork empties; and `observers`, which a fork keeps. Pools and lock objects are the caller's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.deliveries import deliveries
 from dblock.core.holding.flow import Flow, Flows, Hold
+from dblock.core.observing import observers
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -116,8 +117,6 @@ class Runtime:
         child._pools = self._pools
         for pool in child._pools:
             pool.prune_by = child.watchdog.wake_by
-        if (observers := self.watchdog.observers) is not None:  # registered before a worker is forked
-            child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # so that operations of the one thread that survives can end
             site.leave_to_parent()
@@ -226,6 +225,7 @@ def _after_fork_in_child() -> None:
     FD_LOCK.release()
     deliveries.forked()
     current = current.forked()
+    observers.forked()
 
 
 def _at_exit() -> None:

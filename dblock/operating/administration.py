@@ -21,6 +21,7 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.shares import notify_door
 from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observers, tell
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Parameters, Rows, Steps
@@ -207,9 +208,8 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
         if not ended:
             raise
     if ended:
-        observers = runtime.current.watchdog.observers
-        if observers is not None:
-            observers.tell(store, Event(Kind.FORCED, store.name, key=key, fence=fence, reason=words))
+        if observers:
+            tell(store, Event(Kind.FORCED, store.name, key=key, fence=fence, reason=words))
         site = runtime.current.site(store)
         if SHARE in key:
             yield from notify_door(site, key)

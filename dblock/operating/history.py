@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary, ref
 from dblock.core import runtime
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
-from dblock.core.observing import observers
 from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observers
 from dblock.core.protocol.drive import going_on
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -220,4 +220,4 @@ def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
 
 def record() -> None:
     """Have the events of this process written from now on; each face calls it once a store keeps a history."""
-    observers.add(_hear)
+    _ = observers.setdefault(_hear, None)

@@ -227,7 +227,7 @@ class MemoryKeeper(Keeper):
 
     store: MemoryStore
 
-    def ensure(self) -> None:
+    def ensure(self) -> Any:
         """Do nothing: no thread is needed."""
 
     def begin(self, steps: Any, **_: Any) -> None:

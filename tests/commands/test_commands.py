@@ -25,6 +25,7 @@ from sqlalchemy import create_engine, make_url
 from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
 from dblock.core import runtime
+from dblock.core.observing.observers import observers
 from dblock.core.text import printable
 from dblock.core.values import Identity, LockInfo
 from dblock.operating.administration import Surveyed
@@ -103,7 +104,8 @@ def test_show_tells_what_happened(shell: Shell) -> None:
         assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
         assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
     finally:
-        runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
+        observers.clear()
+        runtime.current.watchdog.histories = None
         engine.dispose()
 
 

@@ -17,7 +17,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import Reason, StoreConflict
 from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.telling import Observers
+from dblock.core.observing.observers import observers
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES
 from tests.support.lab import keeper_rests, renew, until
@@ -36,7 +36,7 @@ def told() -> Iterator[list[Event]]:
     stop = observe(events.append)
     yield events
     stop()
-    assert runtime.current.watchdog.observers is None
+    assert not observers
 
 
 def brief(events: list[Event], key: str = "k") -> list[tuple[str, ...]]:
@@ -271,9 +271,9 @@ def test_it_is_for_functions_and_kinds() -> None:
     first, second = observe(print), observe(print)
     first()
     first()
-    assert runtime.current.watchdog.observers is not None
+    assert observers
     second()
-    assert runtime.current.watchdog.observers is None
+    assert not observers
 
 
 def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
@@ -286,13 +286,12 @@ def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
         seen.append((event.amount, threading.current_thread().name))
 
     stop = observe(slow, Kind.RENEWED)
-    observers: Any = runtime.current.watchdog.observers
+    [hear] = observers
     stop()
-    assert isinstance(observers, Observers)
     store: Any = type("Somewhere", (), {"name": "x", "history": 0})
     for number in range(500):
-        observers.tell(store, Event(Kind.RENEWED, "x", amount=number))
-        observers.tell(store, Event(Kind.LOST, "x"))
+        hear(Event(Kind.RENEWED, "x", amount=number), store, None)
+        hear(Event(Kind.LOST, "x"), store, None)
     assert sum(thread.name == "dblock deliveries" for thread in threading.enumerate()) == 1
     go.set()
     assert until(lambda: len(seen) == 500, 20)

@@ -14,6 +14,7 @@ from sqlalchemy import create_engine
 
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError
+from dblock.core.observing.observers import observers
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import administration, history
@@ -73,7 +74,8 @@ class kept:  # noqa: N801 - reads as a word
     def __exit__(self, *_: object) -> None:
         watchdog = runtime.current.watchdog
         assert until(lambda: not watchdog._to_write, 10)
-        watchdog.observers = watchdog.histories = None
+        observers.clear()
+        watchdog.histories = None
         self.settings.disable()
         if "engine" in self.own.__dict__:
             disposing = Actor(self.own)
@@ -344,9 +346,9 @@ def test_where_no_history_is_kept_nothing_is_noted(request: pytest.FixtureReques
     """Nor is anything loaded for it, nor in a database in memory, where nobody else could read it."""
     ready(request, "sqlite")
     with db_lock(observer("sqlite"), "k"):
-        assert runtime.current.watchdog.observers is None
+        assert not observers
         assert runtime.current.watchdog.histories is None
     engine = create_engine("sqlite://", execution_options={"dblock_history": 100})
     assert store_for(engine).history == 0
-    assert runtime.current.watchdog.observers is None
+    assert not observers
     engine.dispose()

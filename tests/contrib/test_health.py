@@ -24,6 +24,7 @@ from dblock.contrib.health import acheck, check
 from dblock.contrib.health_check import Locks
 from dblock.core import runtime
 from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
+from dblock.core.observing.observers import observers
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, ready, run, timed, url
 from tests.support.lab import together, until
@@ -65,7 +66,8 @@ def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
         assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
     finally:
         stop()
-        runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
+        observers.clear()
+        runtime.current.watchdog.histories = None
         engine.dispose()
 
 

@@ -32,6 +32,7 @@ from dblock.core import runtime
 from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
 from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, metadata, reap
 from tests.support.lab import FACES, until
@@ -57,7 +58,7 @@ def registry() -> Iterator[CollectorRegistry]:
     end = prometheus.instrument(registry=registry)
     yield registry
     end()
-    assert runtime.current.watchdog.observers is None
+    assert not observers
     assert generate_latest(registry) == b""
 
 
@@ -114,9 +115,8 @@ def everything(engine: Engine, monkeypatch: pytest.MonkeyPatch, told: Callable[[
         refused.add("renew")
         assert until(lambda: db_lock(engine, "report:1").state == "lost", 10)
     reap(engine, retention=0)
-    observers: Any = runtime.current.watchdog.observers
     store = db_lock(engine, "stock:1")._place.store()
-    observers.tell(store, Event(Kind.FORCED, store.name, key="stock:1"))
+    tell(store, Event(Kind.FORCED, store.name, key="stock:1"))
 
 
 def reneweds() -> int:
@@ -286,7 +286,7 @@ def telemetry() -> Iterator[tuple[InMemorySpanExporter, InMemoryMetricReader, Tr
     end = opentelemetry.instrument(tracer_provider=tracers, meter_provider=meters)
     yield exporter, reader, tracers
     end()
-    assert runtime.current.watchdog.observers is None
+    assert not observers
     meters.shutdown()
 
 
@@ -517,7 +517,7 @@ with db_lock(engine, "stock:42"):
         "prometheus": "from prometheus_client import REGISTRY\n"
         "where = {'database': 'sqlite:///locks.sqlite3', 'group': 'stock'}\n"
         "assert REGISTRY.get_sample_value('dblock_hold_seconds_count', where) == 1",
-        "opentelemetry": "from dblock.core import runtime\nassert len(runtime.current.watchdog.observers.all) == 2",
+        "opentelemetry": "from dblock.core.observing.observers import observers\nassert len(observers) == 2",
     }
     code = block("docs/monitoring.md", name) + count + seen[name]
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

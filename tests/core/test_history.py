@@ -15,7 +15,6 @@ import pytest
 
 from dblock.core.errors import LockStoreError
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.telling import Observers
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import history
 from dblock.operating.history import Histories, History
@@ -229,4 +228,4 @@ def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_renewal_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history does not have it, so nobody is told in a thread of its own."""
     monkeypatch.setattr(threading, "Thread", None)
-    Observers((history._hear,)).tell(made(), Event(Kind.RENEWED, "x"), {})
+    history._hear(Event(Kind.RENEWED, "x"), made(), {})

@@ -397,6 +397,24 @@ def test_many_leases_one_statement(store: FakeStore) -> None:
         lock.release()
 
 
+def test_what_is_nearly_due_is_renewed_with_what_is_due(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a twelfth of its ttl, and not alone."""
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    renewed, lock, now = list[list[str]](), FakeLock(store), clock.now()
+    monkeypatch.setattr(watch, "_renew", lambda _, holds: renewed.append([hold.key for hold in holds]))
+    for key, due in (("a", 1.0), ("b", 3.0), ("c", 9.0)):
+        grant = Grant(TENURE._replace(key=key), now, 60)
+        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), lock.options)
+        hold.lease.due, watch._holds[hold] = now + due, None
+    first, *_ = watch._holds
+    _ = watch._look_at_all()
+    assert renewed == []
+    first.lease.due = now
+    _ = watch._look_at_all()
+    _ = watch._look_at_all()
+    assert renewed == [["a", "b"]]
+
+
 def test_a_failing_renewal_is_tried_again(store: FakeStore) -> None:
     """The holder hears that it is at risk, and that is all, once one succeeds in time."""
     risks: list[object] = []

@@ -779,3 +779,18 @@ def test_idle_connections_are_closed_but_for_one(monkeypatch: pytest.MonkeyPatch
     assert pool.prune() == math.inf
     assert pool._idle == made[2:]
     assert connection in made
+
+
+def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller opens its connection itself, and closing one does not wait for the server."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("dblock.core.connections.pool.start", refuse)
+    pool = AskedPool(most=9)
+    first, second = pool.filled(2)
+    first.idle_since -= timing.DEFAULT.idle_session
+    _ = pool.prune()
+    assert pool.told == ["close after a cut"]
+    assert pool._idle == [second]

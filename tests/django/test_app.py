@@ -39,9 +39,9 @@ from dblock import (
 )
 from dblock.celery import beat_schedule
 from dblock.checks import _READ
-from dblock.core import runtime
 from dblock.core.errors import LockStoreError, Reason, StoreConflict
 from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observers
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
 from tests.conftest import ALIASES, DATABASES, ready, run
@@ -600,4 +600,4 @@ def test_signals_of_events(sqlite: Path) -> None:
             assert signal.disconnect(sender=str, dispatch_uid="of something else")
     assert heard == [("acquired", Lock, "k"), ("released", Lock, "k"), ("reaped", Lock, "")]
     assert {lock_acquired, lock_released, lock_reaped} < set(sent)
-    assert runtime.current.watchdog.observers is None, "and nothing is observed any more"
+    assert not observers, "and nothing is observed any more"

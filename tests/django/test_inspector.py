@@ -23,6 +23,7 @@ from django.utils import timezone
 from dblock import LockLost, LockStoreError, db_lock, db_rwlock, db_semaphore
 from dblock.admin import MANY, STATES, LockAdmin
 from dblock.core import runtime
+from dblock.core.observing.observers import observers
 from dblock.core.protocol.drive import drive
 from dblock.core.share_keys import end_key
 from dblock.core.values import SHARE, Identity
@@ -556,7 +557,8 @@ def test_what_happened_is_told(site: Site) -> None:
             site.lock("never").release()
             assert until(lambda: not watchdog._to_write, 10)
         finally:
-            runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
+            observers.clear()
+            runtime.current.watchdog.histories = None
     details, everything = page(client, change("a/b")), page(client, f"{LIST}events/")
     for text in (details, everything):
         assert "<td>released</td>" in text

@@ -199,10 +199,9 @@ class ModelPool(AutocommitPool):
         running = self._world.running
         return None if running is None else running.loop
 
-    def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
-        for each in connections:
-            loop: Any = each.loop
-            self._world.actors.append(Actor(self._world, loop, partial(work, each), (), each))
+    def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
+        loop: Any = connection.loop
+        self._world.actors.append(Actor(self._world, loop, partial(work, connection), (), connection))
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         running = self._world.running

@@ -571,6 +571,20 @@ def test_what_it_refuses(sqlite: object, engine: Engine) -> None:
         pass
 
 
+def test_observers_hear_of_it(db_lock: Make) -> None:
+    """Those of before, too; and one that begins inside it goes on afterwards."""
+    before, inside = list[str](), list[str]()
+    stops = [dblock.observe(lambda event: before.append(event.kind), "acquired")]
+    with testing.memory(), db_lock("k"):
+        stops.append(dblock.observe(lambda event: inside.append(event.kind), "acquired", "released"))
+    with testing.memory(), db_lock("k"):
+        pass
+    for stop in stops:
+        stop()
+    assert before == ["acquired"] * 2
+    assert inside == ["released", "acquired", "released"]
+
+
 def test_decorated_before(engine: Engine) -> None:
     """Functions that were decorated when their module was imported lock in memory while that lasts."""
 

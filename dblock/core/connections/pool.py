@@ -37,6 +37,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, timing
@@ -101,22 +102,16 @@ class AutocommitPool:
         """The running event loop, for asynchronous drivers."""
         return None
 
-    def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
-        """Do the work, which raises nothing, with each of these connections, which are in no other hands."""
-
-        def run() -> None:
-            for each in connections:
-                work(each)
-
+    def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
+        """Do the work, which raises nothing, with that connection, which is in no other hands."""
         if self._local:
-            return run()
+            return work(connection)
         try:
-            _ = start(run, "connect")
+            _ = start(partial(work, connection), "connect")
         except RuntimeError:  # out of threads, or the interpreter is ending
-            for each in connections:
-                if each.raw is not None:
-                    each.cut()
-            run()
+            if connection.raw is not None:
+                connection.cut()
+            work(connection)
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         """Wait at most so many seconds for a notification."""
@@ -181,8 +176,8 @@ class AutocommitPool:
     def prune(self) -> float:
         """Close what has been idle for too long, except the last; returns the local time at which to prune again."""
         lasts = timing.DEFAULT.idle_session
-        if over := self._pop_idle(clock.now() - lasts, leave=RESTING):
-            self.in_background(self._close, over)
+        for each in self._pop_idle(clock.now() - lasts, leave=RESTING):
+            self.in_background(self._close, each)
         with self._mutex:
             return self._idle[0].idle_since + lasts if len(self._idle) > RESTING else math.inf
 
@@ -229,7 +224,7 @@ class AutocommitPool:
                         break
                     self.wait(waiter, min(left, interval))
                 elif connection.opening_for:
-                    self.in_background(self._open_for_line, [connection])
+                    self.in_background(self._open_for_line, connection)
                 else:
                     return connection
         finally:

@@ -54,7 +54,7 @@ class Slots:
         """Enqueue, behind those of its rank."""
         while self.line and self.line[0].until <= clock.now():  # an interrupt has left it there
             del self.line[0]
-        insort(self.line, waiter, key=_precedence)
+        insort(self.line, waiter, key=lambda each: -each.rank)
 
     def leave(self, waiter: SlotWaiter) -> None:
         """Dequeue."""
@@ -70,7 +70,3 @@ class Slots:
                 if len(first) >= free:
                     break
         return first
-
-
-def _precedence(waiter: SlotWaiter) -> int:
-    return -waiter.rank

@@ -24,6 +24,7 @@ from dblock.core.lock.bookkeeping import begin_hold, forget
 from dblock.core.lock.key_template import or_skip
 from dblock.core.lock.leaving import _release
 from dblock.core.lock.refusals import timed_out, waits_for_itself
+from dblock.core.observing.observers import acquire_and_report, observers
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps, sleep, undone_after
@@ -45,14 +46,14 @@ def acquire(
 
     `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
     """
-    entry, observers, flow = Entry(lock, kind, end), runtime.current.watchdog.observers, flow or lock._running_flow()
+    entry, flow = Entry(lock, kind, end), flow or lock._running_flow()
     begin = type(lock)._acquires or _acquire
     if granted is not None:
         begin = functools.partial(_begin_granted, granted)
-    if observers is None:
-        steps = begin(lock, timeout, entry, flow)
+    if observers:
+        steps = acquire_and_report(lock, entry, functools.partial(begin, lock, timeout, entry, flow), _release)
     else:
-        steps = observers.acquire(lock, entry, functools.partial(begin, lock, timeout, entry, flow), _release)
+        steps = begin(lock, timeout, entry, flow)
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
@@ -216,9 +217,9 @@ def attach(lock: L, token: Token) -> Steps[L]:
     """Hold the tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
-    entry, observers = Entry(lock, "attach"), runtime.current.watchdog.observers
+    entry = Entry(lock, "attach")
     begin = functools.partial(_attach, lock, token, entry)
-    _ = yield from begin() if observers is None else observers.acquire(lock, entry, begin, _release)
+    _ = yield from acquire_and_report(lock, entry, begin, _release) if observers else begin()
     return lock
 
 

@@ -16,6 +16,7 @@ from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import ending, find_out, forget, freed, site_of, take_out
 from dblock.core.log import warn
+from dblock.core.observing.observers import leave_and_report, observers
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone
 from dblock.core.protocol.store import Store
@@ -200,8 +201,7 @@ def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
 
 
 def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:
-    observers = runtime.current.watchdog.observers
-    return steps if observers is None else observers.leave(hold, steps, how)
+    return leave_and_report(hold, steps, how) if observers else steps
 
 
 def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:

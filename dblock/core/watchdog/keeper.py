@@ -119,20 +119,21 @@ class Keeper:
         """Whether it has something to do, apart from renewals."""
         return bool(self.places or self._tasks) or self.withdraws
 
-    def ensure(self) -> RuntimeError | None:
-        """Have a thread that is ready for renewals, unless tasks do them; returns why none can be started."""
+    def ensure(self) -> Renewer:
+        """The thread for renewals, which is ready; RuntimeError if none can be started."""
         with self._lock:
             hangs = self.renewer
-            if self.loop is None and (hangs is None or not hangs.ready):
-                self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
-                try:
-                    made.start()
-                except RuntimeError as error:
-                    self.renewer = hangs
-                    return error
-                if hangs is not None:
-                    hangs.give(None)  # it ends after its answer
-        return None
+            if hangs is not None and hangs.ready:
+                return hangs
+            self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
+            try:
+                made.start()
+            except RuntimeError:
+                self.renewer = hangs
+                raise
+            if hangs is not None:
+                hangs.give(None)  # it ends after its answer
+            return made
 
     def look(self) -> float:
         """Do what is due; returns the seconds until the next heartbeat."""
@@ -149,29 +150,20 @@ class Keeper:
             self.begin(heartbeat(self.store, list(self.places.values())))
         return self.due - now
 
-    def end(self) -> None:
-        """End the thread for renewals."""
-        if self.renewer is not None:
-            self.renewer.give(None)
-
     def begin(self, steps: Steps[None], *, long: bool = False) -> None:
         """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
-        work, refused = in_background(steps), ""
+        work = in_background(steps)
         try:
             if self.loop is not None:
                 self._tasks.add(work)
                 self.loop.call_soon_threadsafe(self._begin_task, work)
             elif long:
                 _ = start(partial(run_apart, work, self.store), "housekeeping")
-            elif (why := self.ensure()) is None and self.renewer is not None:
-                self.renewer.give(work)
             else:
-                refused = str(why)
+                self.ensure().give(work)
         except RuntimeError as error:  # the loop is closed; out of threads, or the interpreter is ending
-            refused = str(error)
-        if refused:
             steps.close()  # they are not going on
-            warn("cannot work in the background for %s, trying again: %s", self.store.name, refused)
+            warn("cannot work in the background for %s, trying again: %s", self.store.name, error)
 
     def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
         task = plain_task(adrive(steps, undisturbed=undisturbed), self.loop)

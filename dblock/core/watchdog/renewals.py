@@ -13,6 +13,7 @@ from dblock.core.holding.flow import Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.log import warn
 from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -78,9 +79,9 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
         tenure = due.tenure
         kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
         (renewed if kept else not_renewed).append(due)
-    if (observers := watched.observers) is not None:
+    if observers:
         late = max((due.lease.lateness(sent) for due in renewed), default=0.0)  # before they are lengthened
-        observers.tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late), {})
+        tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late))
     for due in renewed:
         _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
     yield from _handle_not_renewed(store, not_renewed, alive or {}, watched, budget)

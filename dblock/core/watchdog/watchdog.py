@@ -104,7 +104,10 @@ class Watchdog(Watched):
             self._by_key[hold.store, hold.tenure.key] = hold
             keeper = self._keepers.get(where) or self._keeper(*where)
             if hold.loop is None and keeper.renewer is None and hold.lease.renewing:
-                refused = keeper.ensure()
+                try:
+                    _ = keeper.ensure()
+                except RuntimeError as error:
+                    refused = error
         if hold.store.reaping is not None and (steps := reaping.begin(hold.store, self._reap_at)) is not None:
             keeper.begin(steps, long=True)
         return (self.wake() if hold.lease.due < self.wakes_at else None) or refused
@@ -178,18 +181,17 @@ class Watchdog(Watched):
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
-        soonest, due, soon = math.inf, set[Where](), defaultdict[Where, list[Hold]](list)
+        soonest, soon = math.inf, defaultdict[Where, list[Hold]](list)
         for hold in list(self._holds):
             lease, now = hold.lease, hold.lease.now()
             soonest = min(soonest, self._look(hold, now))
             if lease.renewing and lease.loss is None and lease.due <= now + lease.ttl / 12:
                 soon[hold.store, hold.loop].append(hold)  # so that those that began one by one are renewed together
-                if lease.due <= now:
-                    due.add((hold.store, hold.loop))
-        for where in due:
-            for hold in soon[where]:
-                hold.lease.due = hold.lease.now() + hold.lease.term / 6
-            self._renew(self._keeper(*where), soon[where])
+        for (store, loop), holds in soon.items():
+            if any(hold.lease.due <= hold.lease.now() for hold in holds):
+                for hold in holds:
+                    hold.lease.due = hold.lease.now() + hold.lease.term / 6
+                self._renew(self._keeper(store, loop), holds)
         for where, keeper in list(self._keepers.items()):
             if not self._dropped(where, keeper):
                 soonest = min(soonest, keeper.look())
@@ -222,6 +224,7 @@ class Watchdog(Watched):
         return min(left, lease.due - now if lease.due > now else lease.term / 6, late if late > 0 else math.inf)
 
     def _renew(self, keeper: Keeper, holds: list[Hold]) -> None:
+        """Begin to renew them. The test kit replaces this method (`dblock.testing.frozen_renewal`)."""
         for hold in holds if keeper.loop is not None else ():
             hold.lease.reason_if_lost = Reason.BLOCKED  # until it has begun
         keeper.begin(renew(keeper.store, holds, self))
@@ -233,7 +236,8 @@ class Watchdog(Watched):
             if used and not keeper.over:
                 return False
             del self._keepers[where]
-            keeper.end()
+            if keeper.renewer is not None:
+                keeper.renewer.give(None)  # it ends
         return True
 
     @property

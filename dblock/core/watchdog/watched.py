@@ -15,7 +15,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
 from dblock.core.log import warn
 from dblock.core.observing.events import Kind
-from dblock.core.observing.telling import Observers
+from dblock.core.observing.observers import observers, tell_of
 from dblock.core.protocol.store import Store
 from dblock.core.worker import Worker
 
@@ -30,8 +30,6 @@ class Watched(Worker):
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._given_up: list[Hold] = []
         """Holds that `release_all` has declared lost, and that are not released in the database yet."""
-        self.observers: Observers | None = None
-        """The observers of locks; None if there are none."""
 
     # -- which
 
@@ -88,9 +86,9 @@ class Watched(Worker):
         try:
             warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
             self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
-            if self.observers is not None:
+            if observers:
                 holder = loss.holder and loss.holder.masked()
-                self.observers.tell_of(seen, Kind.LOST, held=seen.lease.held, holder=holder, reason=loss.reason)
+                tell_of(seen, Kind.LOST, held=seen.lease.held, holder=holder, reason=loss.reason)
         finally:  # last: a signal that one sends may raise here, if this is the main thread
             for lock in seen.locks():
                 lock._interrupt_body(hold)
@@ -100,8 +98,8 @@ class Watched(Worker):
         hold.risk_reported = True
         seen = hold.snapshot()
         self._tell(lambda lock: lock._who_hears_of_risk(), seen)
-        if self.observers is not None:
-            self.observers.tell_of(seen, Kind.AT_RISK, lateness=seen.lease.lateness(seen.lease.now()))
+        if observers:
+            tell_of(seen, Kind.AT_RISK, lateness=seen.lease.lateness(seen.lease.now()))
 
     def revoke(self, hold: Hold, words: str) -> None:
         """Report, once, that a hold was asked back."""
