@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dblock.core import clock
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
-from dblock.core.worker import start
-from dblock.majority import asking
 from dblock.majority.asking import Ask, Asks
 from dblock.majority.held import Held
-from tests.conftest import timed
 from tests.support.lab import until
 
 
@@ -171,86 +166,9 @@ def test_a_database_that_is_asked_again_says_why_it_failed(asks: Asks) -> None:
     slow.leave(asks)
 
 
-def test_an_answer_meanwhile_does_not_spoil_the_refusal(asks: Asks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The database answers another thread between two reads of why it failed."""
-
-    errors = [LockStoreError("the disk is full")]
-
-    class Answering(asking.Health):
-        silent, asked_until = True, clock.now() + 60
-
-        @property
-        def error(self) -> LockStoreError | None:  # type: ignore[override]
-            return errors.pop() if errors else None
-
-    monkeypatch.setattr(asking, "Health", Answering)
-    refused = asks.ask(ask(Store(), at_once(), [], Wakeup()))
-    assert str(refused.error) == "is being asked again, after: the disk is full"
-
-
-class Unentered(threading.Condition):
-    """An interrupt between the two lines of its `__enter__` would leave it locked."""
-
-    def __enter__(self) -> bool:
-        raise AssertionError("it is not for `with`")
-
-
-def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the asks that come after it are made."""
-    timed(monkeypatch, linger=1.0)
-    store: Any = Store()
-    asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
-
-    def starts(*given: Any) -> Any:
-        threads.append(start(*given))
-        if len(threads) == 1:
-            raise KeyboardInterrupt
-        return threads[-1]
-
-    def steps() -> Steps[None]:
-        made.append("made")
-        yield from ()
-
-    monkeypatch.setattr(asking, "start", starts)
-    asks._changed = Unentered(asks._mutex)
-    with pytest.raises(KeyboardInterrupt):
-        asks.begin(store, steps())
-    for _ in range(3):
-        asks.begin(store, steps())
-    assert until(lambda: len(made) == 3 and not asks.busy)
-    assert until(lambda: not any(is_alive() for is_alive in threads), 5)
-
-
 def at_once() -> Steps[str]:
     yield from ()
     return "at once"
-
-
-def test_a_caller_is_woken_by_the_last_answer_that_it_waits_for(asks: Asks) -> None:
-    """Not by each of them; an answer that comes when no prompt one is missing wakes it too."""
-    wakeup = Wakeup()
-    several = [ask(Store(), at_once(), [], wakeup) for _ in range(4)]
-    several[3].prompt = False
-    steps = asks.gather(several, 5, wakeup)
-    _ = next(steps)
-    woken = []
-    for each in (several[0], several[1], several[2], several[3]):
-        assert list(each.work()) == []
-        woken.append(wakeup.consume())
-    assert woken == [False, False, True, True]
-    assert list(steps) == []
-
-
-def test_a_silent_database_is_waited_for_until_the_time_is_up(asks: Asks) -> None:
-    """However long the limit of one answer is; one that has answered before has its limit."""
-    wakeup, store = Wakeup(), Store()
-    for prompt in (False, True):
-        waiting = ask(store, sleep(store, 30), [], wakeup)
-        waiting.prompt = prompt
-        began = time.monotonic()
-        drive(asks.gather([waiting], 0.4, wakeup, silent_until=clock.now() + 0.05))
-        assert (time.monotonic() - began >= 0.4) is prompt
-        assert time.monotonic() - began >= 0.05
 
 
 def test_a_growth_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:

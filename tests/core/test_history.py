@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
-import threading
 import time
 import weakref
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 
 from dblock.core.errors import LockStoreError
 from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.telling import Observers
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import history
 from dblock.operating.history import Histories, History
@@ -62,20 +59,6 @@ def write(noting: History, store: Any) -> None:
     assert all(isinstance(step, Sleep) for step in begun[0])
 
 
-def test_what_could_not_be_begun_is_written_later(asked: list[tuple[str, Any]]) -> None:
-    """Where no thread can be started, or an event loop ends first: nothing is lost, and nothing waited for for ever."""
-    noting, store = History(), made()
-    note(noting, store)
-    begun = noting.begin(store)
-    assert begun
-    assert noting.begin(store) is None  # one after the other
-    del begun
-    _ = gc.collect()
-    write(noting, store)
-    assert [each["lock_key"] for each in json.loads(asked[0][1]["events"])] == ["k0"]
-    assert not noting.pending
-
-
 def test_an_event_loop_that_does_not_run_is_not_waited_for(asked: list[tuple[str, Any]]) -> None:
     """Another one writes, whether it is closed or may run again; what was begun there finds nothing to do twice."""
     noting, store, loop = History(), made(), asyncio.new_event_loop()
@@ -116,15 +99,6 @@ def test_what_happened_elsewhere_is_dropped(
     [(_, given)] = asked
     assert [(each["lock_key"], each["kind"]) for each in json.loads(given["events"])] == [("k0", "acquired")]
     assert not caplog.text
-
-
-def test_it_waits_for_more() -> None:
-    """What was noted at this moment is not written at once, but at the end of the process."""
-    noting, store = Histories(), made()
-    note(noting, store)
-    assert list(noting.begin(ripe=60)) == []
-    assert noting.pending
-    assert len(list(noting.begin())) == 1
 
 
 def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,32 +156,6 @@ def test_what_no_column_takes_is_left_out(asked: list[tuple[str, Any]]) -> None:
     assert [each["detail"] for each in json.loads(asked[0][1]["events"])] == ["x" * 255]
 
 
-def test_stores_may_come_while_it_is_looked_at() -> None:
-    """The watchdog, which must not end, looks at all histories while flows note something in yet another database."""
-    noting, stores, interval = Histories(), [made() for _ in range(100)], sys.getswitchinterval()
-    for store in stores:
-        noting._of[store] = History()
-    ended = threading.Event()
-
-    def note_elsewhere() -> None:
-        while not ended.is_set():
-            store = made()
-            note(noting, store)
-            _ = noting._of[store]._take(store, None)  # or it would be kept until somebody has written that
-
-    elsewhere = threading.Thread(target=note_elsewhere)
-    sys.setswitchinterval(1e-5)
-    try:
-        elsewhere.start()
-        for _ in range(3000):
-            _ = noting.pending
-        _ = list(noting.begin())
-    finally:
-        ended.set()
-        sys.setswitchinterval(interval)
-        elsewhere.join()
-
-
 def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """And again once it has worked in between: a table that is missing is no line a second."""
     noting, store, failing = History(), made(), [True, True, False, True]
@@ -224,9 +172,3 @@ def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog
         note(noting, store)
         write(noting, store)
     assert caplog.text.count("no such table") == 2
-
-
-def test_a_renewal_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A history does not have it, so nobody is told in a thread of its own."""
-    monkeypatch.setattr(threading, "Thread", None)
-    Observers((history._hear,)).tell(made(), Event(Kind.RENEWED, "x"), {})

@@ -6,7 +6,6 @@ before or after they took effect, and deletes rows. What must hold is checked af
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,27 +13,24 @@ from typing import Any
 
 import pytest
 
-from dblock.core import timing, values
+from dblock.core import values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockError,
-    LockStoreError,
     PoolExhausted,
     StoreConflict,
-    StoreReadOnly,
     StoreUnanswered,
     StoreUnreachable,
 )
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect
-from dblock.core.values import Grant, Tenure, margin
+from dblock.core.values import Grant, margin
 from tests.support.model import Interrupted, Scheduled, World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE, no_store
+from tests.support.steps import NO_STORE
 
 
 @dataclass
@@ -182,16 +178,6 @@ def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Ste
     return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl), timeout))
 
 
-def test_a_take_whose_answer_was_lost_is_found_again() -> None:
-    """The row shows our token: the grant is ours, trusted from the first sending."""
-    world = World()
-    begun = world.time
-    grant = play(world, acquire(world), {("create", 0): lost_after(world)})
-    assert isinstance(grant, Grant)
-    assert grant.tenure == Tenure("k", world.rows["k"]["owner"], world.rows["k"]["fence"])
-    assert grant.trusted_until <= begun + 0.001 + 30 - margin(30)
-
-
 def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
     """So that the first one, should it arrive after all, is a stranger's."""
     world = World()
@@ -206,19 +192,6 @@ def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
     assert grant.tenure.owner not in sent
 
 
-def test_an_interrupted_take_is_given_back() -> None:
-    """It took effect, and the interrupt came before the answer."""
-    world = World()
-
-    def interrupted(step: Execute) -> Rows:
-        _ = world.execute(step)
-        raise Interrupted
-
-    with pytest.raises(Interrupted):
-        play(world, acquire(world), {("create", 0): interrupted})
-    assert world.rows["k"]["owner"] is None
-
-
 def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     """As does the end of an inner block."""
     world = World()
@@ -229,30 +202,6 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
             steps = tenures.set_count(database, grant.tenure, count, 30, 30)
             assert play(world, steps, {("set_count", 0): fault}) is not None
             assert world.rows["k"]["count"] == count
-
-
-@pytest.mark.parametrize("statement", ["take", "create", "inspect", "set_count", "extend", "release"])
-def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
-    """A few times they pass unseen; for ever they become one typed error, in bounded time."""
-    for times in (3, 10**6):
-        world = World()
-        faults = {(statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))}
-        start = world.time
-
-        def story(world: World = world) -> Steps[None]:
-            grant = yield from acquire(world, 1.0)
-            database = world.database()
-            _ = yield from tenures.set_count(database, grant.tenure, 2)
-            _ = yield from tenures.extend(database, grant.tenure, 30)
-            _ = yield from tenures.release(database, grant.tenure)
-
-        if times == 3:
-            play(world, story(), faults)
-            assert world.rows["k"]["owner"] is None
-        else:
-            with pytest.raises(LockStoreError):
-                play(world, story(), faults)
-            assert world.time - start < 2 * timing.DEFAULT.retry_budget + 2
 
 
 @pytest.mark.parametrize("statement", ["take", "renew", "release"])
@@ -278,59 +227,6 @@ def test_a_grant_that_comes_too_late_is_no_grant() -> None:
     assert isinstance(found, Grant)
     assert world.time < found.trusted_until
     assert len(world.granted["k"]) == 3
-
-
-def test_a_waiter_neither_overshoots_nor_writes() -> None:
-    """It looks until the holder's lease ends, writes only then, and never after its timeout."""
-    world = World()
-    play(world, acquire(world, ttl=3.0), {})
-    takes: list[float] = []
-
-    def note(step: Execute) -> Rows:
-        takes.append(world.time)
-        return world.execute(step)
-
-    start = world.time
-    found = play(world, acquire(world, 2.0), {("take", number): note for number in range(100)})
-    assert not isinstance(found, Grant)
-    assert len(takes) == 1
-    assert 2.0 <= world.time - start < 2.05
-    found = play(world, acquire(world, 60.0), {("take", number): note for number in range(100)})
-    assert isinstance(found, Grant)
-    assert len(takes) <= 4
-    assert world.time - start < 3.1
-
-
-def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
-    """The waiter goes on when the database is back, within its timeout."""
-    world = World()
-    play(world, acquire(world, ttl=30.0), {})
-    faults = {("inspect", number): raising(StoreUnreachable("cannot connect")) for number in range(2, 60)}
-    assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
-
-
-@pytest.mark.parametrize("error", [StoreReadOnly, StoreUnreachable, StoreConflict])
-def test_a_refusal_for_good_is_no_missing_answer(error: type[LockStoreError]) -> None:
-    """No writes or no connections are an outage, though the last answer is missing; a deadlock is work of others."""
-    world = World()
-    site = world.site()
-    site.database.latency.answered = math.inf
-
-    def too_late(step: Execute) -> Rows:
-        world.time += 5.0
-        raise StoreUnanswered("late").because_late()
-
-    def refused(step: Execute) -> Rows:
-        raise error("no writes") from OSError("refused by the server")
-
-    faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 3): too_late, ("accept", 0): refused}
-    faults |= {("take", number): refused for number in range(3)}
-    steps = acquiring.acquire(Attempt(site, wish("k", 2.0), 2.0))
-    if error is not StoreConflict:
-        with pytest.raises(StoreUnanswered, match="before that: no writes"):
-            play(world, steps, faults)
-    else:
-        assert isinstance(play(world, steps, faults), Refused)
 
 
 @pytest.mark.parametrize(("seconds", "refused"), [(0.005, True), (0.1, False)])
@@ -361,21 +257,3 @@ def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         messages = [record.getMessage() for record in caplog.records]
         assert messages[:told] == [begin] * told
         assert [end in message for message in messages[told:]] == [True] * told
-
-
-def test_the_owner_token_is_shown_by_nothing() -> None:
-    """It is a secret: with it one could pose as the holder."""
-    tenure = Tenure("k", "s3cret", 7)
-    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0, 1.0))):
-        assert "s3cret" not in text
-
-
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-def test_a_question_is_not_urgent(dialect: Dialect) -> None:
-    """Who only asks for a row stands in the line of connections; who is in the midst of an attempt goes before."""
-    priority = []
-    for steps in (tenures.inspect(Database(no_store, dialect), "k"), tenures.look(Database(no_store, dialect), "k")):
-        step = next(steps)
-        assert isinstance(step, Execute)
-        priority.append(step.statement.priority)
-    assert priority == [False, True]

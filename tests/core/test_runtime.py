@@ -11,13 +11,10 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import pytest
 
-import dblock.core
-import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.waiting import Attempt
@@ -116,19 +113,6 @@ def test_a_store_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     process.sockets().close()
-
-
-def test_one_fork_hook_in_the_core_and_one_beside_it_for_each_face() -> None:
-    """What a fork has to replace is found in one place."""
-    core, faces = Path(dblock.core.__file__).parent, Path(sqlalchemy_dblock.__file__).parent
-    django = core.parent
-
-    def hooks(where: list[Path]) -> int:
-        return sum(path.read_text().count("os.register_at_fork(") for path in where)
-
-    assert hooks(list(core.rglob("*.py"))) == 1
-    assert hooks([path for path in django.rglob("*.py") if core not in path.parents]) == 1
-    assert hooks(list(faces.rglob("*.py"))) == 1
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -77,10 +77,6 @@ class World:
     """Those who wait in other processes, by the channel on which each is notified."""
     calls: list[str] = field(default_factory=list)
     """The channels that neighbours have notified."""
-    overtaken: int = 0
-    """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
-    barged: int = 0
-    """How often a newcomer took a key for which others may have been waiting."""
     covered: bool = False
     """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
     server: int = 1
@@ -281,7 +277,6 @@ class World:
         life = min(p["life"], left) if self.covered else p["life"]
         [(fence,)] = self._begin(row, {**p, "owner": p["heir"], "life": life})
         self.rows[p["key"]]["streak"] = streak
-        self.overtaken = max(self.overtaken, streak)
         return [(fence, int(life * 1000) if self.covered else 0)]
 
     def _leave_queue(self, p: dict[str, Any]) -> Rows:
@@ -332,10 +327,7 @@ class World:
             return []
         if row["last"] == row["served"]:
             return self._begin(row, p)
-        if p["fair"]:
-            return []
-        self.barged += 1
-        return self._begin(row, p)
+        return [] if p["fair"] else self._begin(row, p)
 
     def _create(self, p: dict[str, Any]) -> Rows:
         return [] if p["key"] in self.rows or not self._in_epoch(None) else self._begin(None, p)
@@ -474,18 +466,6 @@ class Scheduled:
         self.arrive()
         if isinstance(step := self.go_on(), Execute):
             self.under_way = step, self.world.snapshot()
-
-
-def to_the_end(crowd: Sequence[Scheduled], within: float, check: Callable[[], None]) -> None:
-    """Run flows in a random order; time passes only when nobody can do anything."""
-    world, begun = crowd[0].world, crowd[0].world.time
-    while not all(flow.done for flow in crowd):
-        if ready := [flow for flow in crowd if flow.ready()]:
-            crowd[0].chance.choice(ready).run()
-            check()
-        else:
-            world.time = min(flow.wakes for flow in crowd if not flow.done)
-            assert world.time < begun + within, "somebody was forgotten"
 
 
 def play(
