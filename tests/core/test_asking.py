@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
+from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority.asking import Ask, Asks
-from dblock.majority.held import Held
 from tests.support.lab import until
 
 
@@ -95,89 +92,3 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
     found.leave(asks)
     assert until(lambda: said == ["interrupted"])
     assert until(lambda: not asks.busy)
-
-
-def drive(steps: Steps[Any]) -> None:
-    for step in steps:
-        assert isinstance(step, Sleep | Wait)
-        step.store.pause(step)
-
-
-def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
-    """Until it answers; and meanwhile no more than one thread asks it."""
-    store, wakeup, undone, open_again = Store(), Wakeup(), list[Any](), threading.Event()
-
-    def slow() -> Steps[str]:
-        while not open_again.is_set():
-            yield from sleep(store, 0.001)
-        return "late"
-
-    def quick() -> Steps[str]:
-        yield from ()
-        return "at once"
-
-    first = asks.ask(ask(store, slow(), undone, wakeup))
-    drive(asks.gather([first], 0.05, wakeup))
-    assert asks.is_silent(store)  # type: ignore[arg-type]
-    second = asks.ask(ask(store, quick(), undone, wakeup))
-    assert isinstance(second.error, LockStoreError)
-    assert not second.pending()
-    open_again.set()
-    assert until(lambda: not first.pending())
-    assert until(lambda: not asks.is_silent(store))  # type: ignore[arg-type]
-    third = asks.ask(ask(store, quick(), undone, wakeup))
-    drive(asks.gather([third], 5, wakeup))
-    assert (first.result, third.result, undone) == ("late", "at once", [])
-
-
-def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
-    store, wakeup = Store(), Wakeup()
-
-    def fails() -> Steps[str]:
-        yield from ()
-        raise StoreUnanswered("it is down")
-
-    found = asks.ask(ask(store, fails(), [], wakeup))
-    drive(asks.gather([found], 5, wakeup))
-    assert isinstance(found.error, StoreUnanswered)
-    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
-    began = time.monotonic()
-    waiting = ask(store, (sleep(store, 30)), [], wakeup)
-    _ = asks.ask(waiting, anyway=True)
-    drive(asks.gather([waiting], 5, wakeup, enough=lambda: True))
-    assert time.monotonic() - began < 4
-    waiting.leave(asks)
-
-
-def test_a_database_that_is_asked_again_says_why_it_failed(asks: Asks) -> None:
-    """Not only that somebody else waits for it."""
-    store, wakeup = Store(), Wakeup()
-
-    def fails() -> Steps[str]:
-        yield from ()
-        raise LockStoreError("the disk is full")
-
-    drive(asks.gather([asks.ask(ask(store, fails(), [], wakeup))], 5, wakeup))
-    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
-    slow = asks.ask(ask(store, sleep(store, 30), [], wakeup))
-    drive(asks.gather([slow], 0.05, wakeup))
-    refused = asks.ask(ask(store, at_once(), [], wakeup))
-    assert str(refused.error) == "is being asked again, after: the disk is full"
-    slow.leave(asks)
-
-
-def at_once() -> Steps[str]:
-    yield from ()
-    return "at once"
-
-
-def test_a_growth_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """The thread that watches deadlines asks for a majority's missing databases; others depend on it."""
-
-    def fail() -> None:
-        raise ValueError("the first")
-
-    held: Any = SimpleNamespace(key="k", _is_live=fail)
-    Held.cut(held)
-    assert "missing databases of 'k'" in caplog.text
-    assert "the first" in caplog.text

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from dblock.core.holding.lease import Lease
 from dblock.core.lock import place as places
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.executor import BaseStore
-from dblock.core.lock.leaving import leave
 from dblock.core.lock.locks import SyncLock
 from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
@@ -45,7 +43,6 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.watchdog.keeper import Renewer
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
@@ -274,19 +271,6 @@ def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
     assert hold.lease.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
 
 
-def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller gets a StoreUnanswered, and nothing that only the protocol knows."""
-
-    def cut(step: Execute) -> Rows:
-        raise StoreUnanswered("cut")
-
-    timed(monkeypatch, single_try=0.02, answer_grace=0.0)
-    store.answers |= {"take": cut, "accept": lambda _: []}
-    with pytest.raises(StoreUnanswered, match="cut") as caught:
-        FakeLock(store).acquire(blocking=False)
-    assert type(caught.value) is StoreUnanswered
-
-
 def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
     """A renewal with the old, longer ttl may have come before the extension that shortened the lease."""
     hold = hold_of(local)
@@ -367,29 +351,6 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     drive(renew(store, [hold], runtime.current.watchdog))
     assert store.sent == ["renew"]
     assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
-
-
-def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:
-    """The first to take it out of the watchdog's hands does, and nobody else: no hand-over is followed by a release."""
-    watch = runtime.current.watchdog
-
-    def all_are_given_back(hold: Hold, expected: list[Hold], _: object = None) -> Rows:
-        assert watch.give_up(store) == expected
-        watch.giving_back(hold)
-        return [(0,)]
-
-    for flow_first in (True, False):
-        lock = FakeLock(store)
-        assert lock.acquire()
-        hold = lock._own_hold("release")
-        if flow_first:
-            store.answers["release"] = partial(all_are_given_back, hold, [])
-        else:
-            _ = all_are_given_back(hold, [hold])
-        store.sent.clear()
-        assert drive(leave(hold, [])) is flow_first
-        assert store.sent == ["release"] * flow_first
-        assert (hold.lease.loss is None) is flow_first
 
 
 def test_a_detach_that_was_used_before_its_answer_is_no_loss(store: FakeStore) -> None:
@@ -515,35 +476,6 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     watch.wake()
     assert until(lambda: watched_places(watch) == ["living"])
     watch.leave(store, None, "living")
-
-
-def test_a_renewal_thread_that_cannot_be_started_is_started_later(
-    store: FakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Out of threads: no later heartbeat waits for the one that was not sent, and other databases have theirs."""
-    other, now, refused = FakeStore(), clock.now(), list[Renewer]()
-
-    class Refused(Renewer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start = self.start_later
-
-        def start_later(self) -> None:
-            if len(refused) < 2:
-                refused.append(self)
-                raise RuntimeError("can't start new thread")
-            self._thread.start()
-
-    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", Refused)
-    timed(monkeypatch, waiter_ttl=0.6)
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    for of, owner in ((store, "waits"), (other, "beside")):
-        watch.keep(of, None, Place(owner, 1, now, now + 60, now))
-    assert until(lambda: "heartbeat" in store.sent and "heartbeat" in other.sent)
-    assert len(refused) == 2
-    assert "trying again: can't start new thread" in caplog.text
-    for of, owner in ((store, "waits"), (other, "beside")):
-        watch.leave(of, None, owner)
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:

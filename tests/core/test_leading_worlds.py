@@ -354,43 +354,6 @@ def test_a_wait_that_could_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(other.error, error)
 
 
-def until_it_sends(world: House, actor: Actor, statement: str) -> None:
-    """Let a flow go on until it is about to send that statement; to its body without one."""
-    while not (isinstance(actor.step, Execute) and actor.step.statement.name == statement):
-        if isinstance(actor.step, Call) and not statement:
-            return
-        actor.happen()
-        assert not actor.done
-
-
-def test_a_release_that_fails_is_not_sent_again_by_its_driver() -> None:
-    """The body's error says so; who resigns sends it again."""
-    world = House().set_up("rx")
-    run, resigns = world.actors
-    run.bodies = 1
-    until_it_sends(world, run, "release")
-    run.happen("fails")
-    assert isinstance(run.error, BodyError)
-    assert run.error.__notes__ == ["out of order"]
-    assert world.owner() is not None
-    until_it_sends(world, resigns, "release")
-    resigns.happen()
-    assert resigns.done
-    assert world.owner() is None
-
-
-def test_nothing_is_renewed_for_steps_that_are_closed() -> None:
-    """As they are when the event loop of their task is gone; nobody waits for their body."""
-    world = House().set_up("rx")
-    run, resigns = world.actors
-    until_it_sends(world, run, "")
-    run.steps.close()
-    [candidacy] = [world.leader._candidacy]
-    [hold] = candidacy.flow.holds.values()
-    assert (candidacy.leads(), candidacy.is_driven(), hold.lease.renewing) == (False, False, False)
-    until_it_sends(world, resigns, "release")
-
-
 def test_a_term_that_was_lost_is_not_released_later() -> None:
     """Its key is closed until the grace is over, however often one resigns."""
     world = House().set_up("cxx")

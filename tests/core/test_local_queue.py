@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -266,22 +265,3 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_queueing(stuck) == 0
     stuck.leave()
     assert not site.local_queues
-
-
-def test_a_waiter_among_many_costs_as_much_as_among_few() -> None:
-    """Each looks every other second whether it is the first: in a list, ten thousand would compare 10^8 times."""
-
-    def seconds(many: int) -> float:
-        world = World()
-        process = Process(world)
-        flows = [
-            acquiring.acquire(Attempt(process.site, wish(flow=f"{n}"), 300, lambda: process, held_in_process=True))
-            for n in range(many)
-        ]
-        for flow in flows:
-            _ = flow.send(None)
-        local_queue = process.site.local_queues["k"]
-        last = list(local_queue._waiters)[-1]
-        return min(timeit.repeat(lambda: local_queue.until_queueing(last), number=20, repeat=20))
-
-    assert seconds(4_000) < 8 * seconds(100)

@@ -152,25 +152,3 @@ def test_a_fork_leaves_the_names_to_the_parent(sockets: LocalSockets) -> None:
     os.waitpid(child, 0)
     for descriptor in (reads, writes, ends, end):
         os.close(descriptor)
-
-
-def test_somebody_closes_every_descriptor(sockets: LocalSockets) -> None:
-    """A thread waits on without its socket, in no hurry; the next that waits has another one."""
-    wakeup, socket, idle = Wakeup(), lent(sockets), lent(sockets)
-    wakeup.socket = socket
-    sockets.take_back(idle)
-    for each in (socket, idle):
-        os.close(each.fileno())
-    began = time.process_time()
-    flow = waiting(wakeup, in_thread)
-    assert time.process_time() < began + 0.05
-    wakeup.notify()
-    flow.join(5)
-    assert not flow.is_alive()
-    assert socket.fileno() < 0
-    os.close((unseen := lent(sockets)).fileno())
-    unseen.close()
-    other = lent(sockets)
-    assert other is not idle
-    assert sockets.notify(other.channel, MESSAGE.text())
-    assert other.receive(1.0) == MESSAGE.text()

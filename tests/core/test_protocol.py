@@ -22,14 +22,13 @@ from dblock.core.errors import (
     PoolExhausted,
     StoreConflict,
     StoreUnanswered,
-    StoreUnreachable,
 )
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.values import Grant, margin
-from tests.support.model import Interrupted, Scheduled, World, lost_after, play, raising, wish
+from tests.support.model import Interrupted, Scheduled, World, play, wish
 from tests.support.steps import NO_STORE
 
 
@@ -178,32 +177,6 @@ def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Ste
     return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl), timeout))
 
 
-def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
-    """So that the first one, should it arrive after all, is a stranger's."""
-    world = World()
-    sent: list[str] = []
-
-    def lost(step: Execute) -> Rows:
-        sent.append(str(step.parameters["owner"]))
-        raise StoreUnanswered
-
-    grant = play(world, acquire(world), {("take", 0): lost})
-    assert isinstance(grant, Grant)
-    assert grant.tenure.owner not in sent
-
-
-def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
-    """As does the end of an inner block."""
-    world = World()
-    grant = play(world, acquire(world), {})
-    database = world.database()
-    for fault in (lost_after(world), raising(StoreUnanswered("cut"))):
-        for count in (2, 1):
-            steps = tenures.set_count(database, grant.tenure, count, 30, 30)
-            assert play(world, steps, {("set_count", 0): fault}) is not None
-            assert world.rows["k"]["count"] == count
-
-
 @pytest.mark.parametrize("statement", ["take", "renew", "release"])
 def test_a_pool_that_is_used_up_says_nothing_of_the_row(statement: str) -> None:
     """It is waited for, whatever is done where somebody has locked the row: a batch of renewals is not taken apart."""
@@ -245,15 +218,3 @@ def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refus
     else:
         with pytest.raises(StoreUnanswered, match="no answer"):
             play(world, steps, faults)
-
-
-def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The log tells it, where the caller waits for ever; a short one is not logged."""
-    for times, told in ((5, 0), (3000, 1)):
-        world = World()
-        faults = {("take", number): raising(StoreUnreachable("no route to host")) for number in range(times)}
-        play(world, acquire(world, None), faults)
-        begin, end = "nothing but a test cannot be used, trying again: no route to host", "can be used again, after"
-        messages = [record.getMessage() for record in caplog.records]
-        assert messages[:told] == [begin] * told
-        assert [end in message for message in messages[told:]] == [True] * told

@@ -5,22 +5,17 @@ All orders of steps are in `tests.core.test_small_worlds`.
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import StoreBusy, StoreUnanswered
+from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
@@ -29,9 +24,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-from tests.conftest import timed
-from tests.support.lab import until
-from tests.support.model import World, lost_after, play, raising, wish
+from tests.support.model import World, lost_after, play, wish
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -149,24 +142,6 @@ def test_what_was_accepted_in_an_outage_is_given_back() -> None:
     assert not world.standing()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
-    """The first waiter goes on trying, and need not find out by itself that the key was given back."""
-    world = World(dialect=DIALECTS[kind])
-    tenure, wakeup = held_by(world), Wakeup()
-    tickets = list[int]()
-    for owner in ("dead", "first", "second"):
-        tickets.append(joining(world, owner, "nowhere"))
-        _ = world._announce({"key": "k", "ticket": tickets[-1]})
-    world.waiters["dead"]["expires_at"] = world.time
-    world.wakeups.register("k", tickets[1], wakeup)
-    busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.free(world.site(), Grant(tenure)), busy) is True
-    assert world.rows["k"]["owner"] is None
-    assert wakeup.consume()
-    world.wakeups.unregister("k", tickets[1], wakeup)
-
-
 def test_waiters_come_and_go_while_others_are_woken() -> None:
     """Waking all of them, in another thread, is not disturbed by that."""
     registry, ended = Wakeups(), threading.Event()
@@ -187,54 +162,6 @@ def test_waiters_come_and_go_while_others_are_woken() -> None:
     finally:
         ended.set()
         flow.join()
-
-
-class _Away:
-    """A database that is away, and lets a listener's thread run."""
-
-    database = "away"
-    tries = 0
-
-    def subscribe(self, *_: object) -> None:
-        self.tries += 1
-        raise OSError("away")
-
-    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
-        thread = threading.Thread(target=function, daemon=True)
-        thread.start()
-        return thread.is_alive
-
-    def rest(self, _: float) -> None:
-        time.sleep(0.01)
-
-
-def test_an_interrupt_ends_no_later_listening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that raises at any line of `want`: the next flow that waits begins to listen."""
-    timed(monkeypatch, attention=0.05, linger=0.05)
-    code, struck = Listener.want.__code__, set[int]()
-
-    def at_another_line(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is code and event == "line" and frame.f_lineno not in struck:
-            struck.add(frame.f_lineno)
-            raise KeyboardInterrupt
-        return at_another_line if frame.f_code is code else None
-
-    lines = -1
-    while len(struck) > lines:
-        lines, away, before = len(struck), _Away(), sys.gettrace()
-        listener = Listener(cast("Any", away), Wakeups(), "channel")
-        sys.settrace(at_another_line)
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                listener.want()
-        finally:
-            sys.settrace(before)
-        other = threading.Thread(target=listener.want)  # who would wait for a lock that nobody releases
-        other.start()
-        other.join(5)
-        assert not other.is_alive()
-        assert until(lambda: away.tries > 0, 5)  # noqa: B023
-    assert len(struck) > 4
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks import FORK
-from benchmarks.race import experiment, findings, page, peers
-from benchmarks.race.__main__ import _run, merged
+from benchmarks.race import findings, page
 from benchmarks.race.clients import Failed, Told, together
-from benchmarks.race.figures import Client, Figures, crowd_figures, jain, medians, most_even, percentile
-from benchmarks.race.journal import Journal
-from benchmarks.race.peers import MINE, PEERS, Lock, Peer
-from benchmarks.race.scale import held, rows
-from benchmarks.race.scenarios import Scenario, cycles, programme
-from benchmarks.race.servers import Place, started
+from benchmarks.race.figures import Client, crowd_figures, jain, medians, most_even, percentile
+from benchmarks.race.peers import MINE, PEERS, Lock
+from benchmarks.race.scenarios import cycles, programme
+from benchmarks.race.servers import started
 from tests.support.pages import PAGES, ROOT, text
 
 
@@ -67,13 +62,6 @@ def test_figures_of_a_crowd() -> None:
     nobody = crowd_figures([Client([], 0.0)], 1.0, 0.0)
     assert (nobody["rate"], nobody["jain"]) == (0, 0)
     assert math.isnan(nobody["mean"])
-
-
-def test_messages_of_etcd() -> None:
-    """As the documentation of protocol buffers writes its examples: 150, and "testing"."""
-    assert peers._encoded(1, 150) == b"\x08\x96\x01"
-    assert peers._encoded(2, b"testing") == b"\x12\x07testing"
-    assert peers._decoded(b"\x08\x96\x01\x12\x07testing") == {1: 150, 2: b"testing"}
 
 
 def row(scenario: str, peer: str, figures: dict[str, float], error: str = "", **setting: float) -> dict[str, Any]:
@@ -130,25 +118,6 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "Other work shared" not in written
 
 
-def test_page_says_which_claims_hold() -> None:
-    """Of the experiment, by the figures of this run alone."""
-    few = {"redis-py": (900.0, 0.5), "etcd": (100.0, 0.1), MINE: (400.0, 0.2)}
-    many = {"redis-py": (100.0, 2.0), "etcd": (150.0, 3.0), MINE: (160.0, 0.3)}
-    found = results(
-        *(hot(peer, {"rate": rate, "p99": p99}, 8, 0.0) for peer, (rate, p99) in few.items()),
-        *(hot(peer, {"rate": rate, "p99": p99}) for peer, (rate, p99) in many.items()),
-        *(hot(peer, {"rate": rate, "p99": 5 - p99}, 100) for peer, (rate, p99) in many.items()),
-    )
-    said = {each.claim: (each.holds, each.seen) for each in page.claims(found)}
-    assert said["Few clients that lock often: P99 of polling is longer"] == ("yes", "8: 500 ms / 100 ms / 200 ms")
-    assert said["Few clients that lock often: polling locks more often a second"][0] == "yes"
-    assert said["Many clients, 5 ms inside: P99 of listening is shorter"][0] == "with 100 clients only"
-    assert not [claim for claim in said if "mean" in claim], "there are no figures of it"
-    found["rows"] = [each for each in found["rows"] if each["peer"] != "etcd"]
-    assert page.claims(found) == []
-    assert page.in_words(found) == "One of the three systems is missing in this run.\n"
-
-
 def test_ratios_that_are_kept() -> None:
     """Each by the figure on either side of its target."""
     rows = [row("handoff", peer, {"p50": p50}) for peer, p50 in ((MINE, 0.0022), ("pg_advisory_lock", 0.001))]
@@ -158,23 +127,6 @@ def test_ratios_that_are_kept() -> None:
         "hand-off p50, x session lock",
         "32 x 5 ms: fairness, x the most even",
     ]
-
-
-def test_the_limit_of_one_server() -> None:
-    """By arithmetic: 0.1 ms of the server and 400 bytes of log a lock; 0.05 ms and 100 bytes a renewal."""
-    found = results(
-        row("own", MINE, {"rate": 5000.0, "server_cpu": 0.1, "client_cpu": 0.2}, clients=8),
-        row("costs", MINE, {"log": 400.0}),
-        row("held", MINE, {"renew_cpu": 0.9, "renew_log": 9.0}, leases=10),
-        row("held", MINE, {"renew_cpu": 0.05, "renew_log": 100.0}, leases=10_000),
-    )
-    said = " ".join("".join(page._limit(found, {})).split())
-    assert "together 1.5 of the 2 processors" in said
-    assert "a processor of the server is used up by 10,000 locks/s, and 2 of them by 20,000 locks/s" in said
-    assert "400 bytes of WAL: 8 MB/s" in said
-    assert "So a processor renews 200,000 leases" in said
-    assert "| 1,000,000 | 100,000/s | 5 processors | 10 MB/s |" in said
-    assert not list(page._limit(results(), {}))
 
 
 CITED = re.compile(r"<!-- race: (.+?) -->\n((?:.+\n)+)")
@@ -194,16 +146,6 @@ def not_borne_out(written: str, found: dict[str, Any]) -> list[str]:
             if value is None or not any(abs(number - value) <= 0.1 * value for number in numbers):
                 wrong.append(each)
     return wrong
-
-
-def test_citations() -> None:
-    """A figure that is not the row's is found, and a row that was not measured."""
-    found = results(row("alone", MINE, {"rate": 2748.0}, clients=1), hot("etcd", {"p99": 0.21}))
-    cite = f"<!-- race: alone; {MINE}; rate | hot; etcd; p99; clients=32, section=0.005 -->\n"
-    assert not_borne_out(f"{cite}Some 2,700 locks/s,\nand 210 ms there.\n\nAnd more.\n", found) == []
-    assert not_borne_out(f"{cite}Some 3,700 locks/s,\nand 210 ms there.\n\n2,748\n", found) == [f"alone; {MINE}; rate"]
-    missing = "alone; etcd; rate"
-    assert not_borne_out(f"<!-- race: {missing} -->\nSome 2,748 locks/s.\n", found) == [missing]
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/benchmarks.md"])
@@ -263,69 +205,6 @@ def test_a_race_of_two(tmp_path: Path) -> None:
             _ = together(breaking, "", [Told("hot")], 0.0, 0.1)
 
 
-PLACE = Place("nowhere", "", None)
-
-
-def test_a_run_is_resumed_and_outlives_a_failure(tmp_path: Path) -> None:
-    """What was measured before Ctrl-C is not measured again; a peer's exception is said with its name."""
-    measured = list[str]()
-    stops = iter([True])
-
-    def measure(peer: Peer, place: Place) -> Figures:
-        if peer.name == "etcd":
-            raise ZeroDivisionError("no lock at all")
-        if peer.name == MINE and next(stops, False):
-            raise KeyboardInterrupt
-        measured.append(peer.name)
-        return {"rate": float(len(measured))}
-
-    racing = [each for each in PEERS if each.name in {MINE, "etcd", "redis-py"}]
-    racing.sort(key=lambda each: each.name, reverse=True)  # redis-py, etcd, dblock
-    planned = [(Scenario("alone", {"clients": 1}, measure, lambda _: True), racing)]
-    places, run, path = {each.place: PLACE for each in racing}, {"rounds": 2}, tmp_path / "run.jsonl"
-    quiet = Console(quiet=True)
-    with pytest.raises(KeyboardInterrupt):
-        _run(quiet, Journal(path, run, resume=False), planned, places, 2, None)
-    assert measured == ["redis-py"]
-    _ = path.write_text(path.read_text() + '[0, "alone", {"cli')  # stopped while it wrote
-    journal = Journal(path, run, resume=True)
-    _run(quiet, journal, planned, places, 2, None)
-    assert measured == ["redis-py", MINE, MINE, "redis-py"]
-    assert journal.row("alone", {"clients": 1}, "redis-py").figures == {"rate": 2.5}
-    assert journal.row("alone", {"clients": 1}, "etcd").error == "ZeroDivisionError: no lock at all"
-    assert [each.figures for each in Journal(path, run, resume=True).found] == [each.figures for each in journal.found]
-    with pytest.raises(ValueError, match="another one"):
-        _ = Journal(path, {"rounds": 3}, resume=True)
-
-
-def test_one_scenario_again() -> None:
-    """Its rows replace those of the last run, for the peers that were measured; others stay."""
-    last = results(
-        row("alone", MINE, {"rate": 1.0}), row("alone", "etcd", {"rate": 2.0}), row("own", MINE, {"rate": 3.0})
-    )
-    last["peers"] = [each for each in last["peers"] if each["name"] != "pottery"]
-    again = results(row("alone", MINE, {"rate": 4.0}), row("alone", "pottery", {"rate": 5.0}))
-    found = merged(last, again, ["alone"])
-    rates_now = {(each["scenario"], each["peer"]): each["figures"]["rate"] for each in found["rows"]}
-    assert rates_now == {("alone", MINE): 4, ("alone", "etcd"): 2, ("own", MINE): 3, ("alone", "pottery"): 5}
-    assert found["again"] == ["alone"]
-    assert "pottery" in [each["name"] for each in found["peers"]]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_scale_on_sqlite() -> None:
-    """A table of some hundred rows, and some leases of one process."""
-    [peer] = [each for each in PEERS if each.name == "dblock (SQLite)"]
-    with started({"SQLite"}, []) as places:
-        found = rows(300)(peer, places["SQLite"])
-        assert set(found) == {"take", "renew", "ls", "release", "list", "reap"}
-        assert all(value > 0 for value in found.values())
-        assert found["reap"] > found["list"], "with its pauses"
-        needs = held(20)(peer, places["SQLite"])
-        assert needs["connections"] == 0
-        assert needs["threads"] >= 2
-
-
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
 def test_readmes_cite_the_last_race(name: str) -> None:
     """Each figure of the table, and the command that made it; `python -m benchmarks.race --page` writes them."""
@@ -334,138 +213,13 @@ def test_readmes_cite_the_last_race(name: str) -> None:
     assert page.cited(readme, results) == readme
 
 
-def tried(slower: set[tuple[str, str]]) -> dict[str, Any]:
-    """A whole experiment; `slower`: in which cells, by system and `near`, `far` or `busy`, listening is slower."""
-    cells = experiment.programme(quick=False, acquisitions=200, cap=5.0)
-
-    def mean(name: str, cell: dict[str, float]) -> float:
-        where = "busy" if cell["section"] else "far" if cell["distance"] else "near"
-        late = (name.partition(",")[0], where) in slower
-        return 0.03 if "listens" in name and late else 0.02 if "listens" in name else 0.0205 if late else 0.04
-
-    found = [
-        row(
-            experiment.NAME,
-            peer.name,
-            {"mean": value, "p99": 9 * value, "jain": 1 - 10 * value, "cut": 1.0},
-            **cell.setting,
-        )
-        for peer in experiment.CONTESTANTS
-        for cell in cells
-        for value in [mean(peer.name, cell.setting)]
-    ]
-    for each in found:
-        each["figures"] |= {"client_cpu": 1.0, "server_cpu": 3.0 if "polls" in each["peer"] else 1.0}
-    found.append(row(experiment.NAME, "etcd, listens", {}, "no answer", clients=2, distance=0.0, section=0.0))
-    run = {"command": "python -m benchmarks.race experiment", "acquisitions": 200, "cap": 5.0}
-    return findings.loaded(findings.compact(results(*found) | run))
-
-
-SEEN = re.compile(r"(dblock|bare SQL|Redis|etcd) ([\d.]+) (ms|s) against ([\d.]+) (ms|s)")
-
-
-def said_wrongly(data: dict[str, Any]) -> list[str]:
-    """What the five sentences say and the rows do not: counted here again, from the rows alone."""
-    called = {"bare SQL": "SQL"}
-    rows = {(each["peer"], *each["setting"].values()): each["figures"] for each in data["rows"]}
-    said, wrong = findings.sentences(data), list[str]()
-    for sentence, distance, section in zip(said, (0.0, 0.02, 0.0), (0.0, 0.0, 0.05), strict=False):
-        seen = SEEN.findall(sentence)
-        wrong += [sentence] * (len(seen) != 4)
-        for name, one, unit, other, unit_of_other in seen:
-            for way, number, its in (("listens", one, unit), ("polls 10 ms", other, unit_of_other)):
-                shown = float(number) * (1e-3 if its == "ms" else 1)
-                value = rows[f"{called.get(name, name)}, {way}", 8, distance, section]["mean"]
-                wrong += [f"{name}, {way}: {number} {its}"] * (abs(shown - value) > 0.005 * value)
-
-    def count(name: str, *, polling: bool, work: bool = False) -> int:
-        found = 0
-        for peer, *cell in [key for key in rows if "listens" in key[0] and (key[3] or not work)]:
-            pair = [rows.get((peer.replace("listens", way), *cell), {}).get(name) for way in ("listens", "polls 10 ms")]
-            if None not in pair:
-                first, second = reversed(pair) if polling else pair
-                found += second * 1.05 < first if name == "jain" else first * 1.05 < second
-        return found
-
-    for name, words in (("mean", "the shorter mean in"), ("p99", "the shorter P99 in"), ("cpu", "the processors in")):
-        wrong += [words] * (f"{words} {count(name, polling=True)} (" not in said[3])
-    for name, words in (("mean", "mean"), ("p99", "P99"), ("jain", r"\(Jain's index\)"), ("cpu", "processors")):
-        listening, polling = (count(name, polling=each, work=True) for each in (False, True))
-        way = "either" if listening == polling else "listening" if listening > polling else "polling"
-        right = rf"{words} {way} \({max(listening, polling)} to {min(listening, polling)} of \d+\)"
-        wrong += [right] * (not re.search(right, said[4]))
-    return wrong
-
-
-def test_sentences_of_the_experiment_follow_from_its_data() -> None:
-    """Whatever comes out: each word that compares, and each number."""
-    systems = ("dblock", "SQL", "Redis", "etcd")
-    nowhere, everywhere = set[tuple[str, str]](), {(each, at) for each in systems for at in ("near", "far", "busy")}
-    mixed = {("dblock", "near"), ("SQL", "near"), ("SQL", "far"), ("Redis", "far"), ("etcd", "busy")}
-    for slower in (nowhere, everywhere, mixed):
-        assert said_wrongly(tried(slower)) == []
-    first, second, third, *_ = findings.sentences(tried(mixed))
-    assert "(the finding): true of dblock and bare SQL, not of Redis and etcd; with 8 clients and 0 ms inside" in first
-    assert "dblock 30 ms against 20.5 ms" in first
-    assert "it does with dblock, it does not with bare SQL, it makes listening the slower way with Redis, " in second
-    assert "there is nothing to turn with etcd; at 20 ms" in second
-    assert "it does with dblock and bare SQL, it makes listening the slower way with etcd, there is nothing" in third
-    none, *_, choice = findings.sentences(tried(nowhere))
-    assert "not true of dblock, bare SQL, Redis and etcd;" in none
-    assert "for a short mean listening (72 to 0 of 72)" in choice
-    *_, wins, choice = findings.sentences(tried(everywhere))
-    assert "shorter mean in 108 (0 ms inside: 36 of 36, 5 ms inside: 36 of 36, 50 ms inside: 36 of 36)" in wins
-    assert "for a short mean polling (72 to 0 of 72)" in choice
-    assert "for equal shares (Jain's index) polling (72 to 0 of 72)" in choice
-    data = tried(mixed)
-    data["rows"][0]["figures"]["mean"] += 1
-    assert "came first in 270 of them" in "".join(findings.section(data, {}))
-    assert "1 cells, whose errors" in "".join(findings.section(data, {}))
-
-
 def test_the_page_says_what_the_experiment_found() -> None:
-    """The section is that of the data beside it, and each number of its sentences is one of the data."""
+    """The section is that of the data beside it."""
     path = ROOT / "docs/benchmarks/experiment.json"
     written = (ROOT / "docs/benchmarks.md").read_text()
     if not path.exists():
         assert "experiment.json" not in written
         pytest.skip("python -m benchmarks.race experiment has not been run yet")
     data = findings.loaded(path.read_text())
-    assert said_wrongly(data) == []
     for part in findings.section(data, {}):
         assert part in written
-
-
-def test_plan_of_the_experiment() -> None:
-    """A cell that is cut at the cap takes the less for it; each name of a pair is a contestant's."""
-    names = {each.name for each in experiment.CONTESTANTS}
-    assert {f"{system}{way}" for system in experiment.SYSTEMS for way in experiment.WAYS} <= names
-    setting = {"clients": 2, "distance": 0.0, "section": 0.05}
-    whole, cut = (experiment.expected(setting, 200, cap) for cap in (30.0, 5.0))
-    assert whole[0] - cut[0] == pytest.approx(200 * 0.052 - 5)
-    assert (whole[1], cut[1]) == (False, True)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_crowd_ends_by_its_acquisitions_or_by_the_time() -> None:
-    """In threads of some processes; what a client raises is said."""
-    lock = FORK.Lock()
-
-    def make(url: str, key: str) -> Lock:
-        return Lock(lock.acquire, lock.release)
-
-    def breaking(url: str, key: str) -> Lock:
-        return Lock(lambda: next(iter(())), lock.release)
-
-    peer = Peer("one of the system", "nowhere", make)
-    found = experiment.crowd(peer, PLACE, None, clients=20, section=0.001, acquisitions=30, cap=20.0)
-    assert found["locks"] == pytest.approx(30, abs=1.01)
-    assert (found["cut"], found["unserved"]) == (0, 0)
-    assert 0 < found["mean"] <= found["p99"]
-    found = experiment.crowd(peer, PLACE, None, clients=2, section=0.02, acquisitions=10_000, cap=0.2)
-    assert found["cut"] == 1
-    assert 0 < found["locks"] <= 11
-    with pytest.raises(Failed, match="StopIteration"):
-        _ = experiment.crowd(
-            peer._replace(make=breaking), PLACE, None, clients=2, section=0.0, acquisitions=10, cap=0.2
-        )
