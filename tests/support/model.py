@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,12 +16,12 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows, Step, Steps, Wait
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
-from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.wakeup.registry import Wakeups
 from tests.support.steps import no_store, pause_of
 
 
@@ -419,53 +418,6 @@ def copied(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 class Interrupted(BaseException):
     """A cancellation or Ctrl-C."""
-
-
-@dataclass
-class Scheduled:
-    """A flow of a random schedule."""
-
-    world: World
-    chance: random.Random
-    steps: Steps[Any] | None = None
-    reply: Any = None
-    error: BaseException | None = None
-    wakes: float = 0.0
-    wakeup: Wakeup | None = None
-    under_way: tuple[Execute, set[str]] | None = None
-    """A statement that has yet to take effect, and the waiters that it sees."""
-    done: bool = False
-
-    def ready(self) -> bool:
-        notified = self.wakeup is not None and self.wakeup.notified()
-        return not self.done and (self.wakes <= self.world.time or notified)
-
-    def arrive(self) -> None:
-        """The statement under way takes effect."""
-        if self.under_way is not None:
-            (step, seen), self.under_way = self.under_way, None
-            self.reply = self.world.execute(step, seen)
-
-    def go_on(self) -> Step | None:
-        """Its next step, after the answer or the error to the last one: a pause has begun; a statement has not."""
-        assert self.steps is not None
-        self.wakes = self.world.time
-        try:
-            step = self.steps.send(self.reply) if self.error is None else self.steps.throw(self.error)
-        except StopIteration:
-            self.done = True
-            return None
-        self.reply = self.error = self.wakeup = None
-        if not isinstance(step, Execute):
-            self.wakes += pause_of(step)
-            self.wakeup = step.wakeup if isinstance(step, Wait) else None
-        return step
-
-    def run(self) -> None:
-        """One step further: a statement takes effect, and the next one begins."""
-        self.arrive()
-        if isinstance(step := self.go_on(), Execute):
-            self.under_way = step, self.world.snapshot()
 
 
 def play(
