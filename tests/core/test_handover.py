@@ -26,7 +26,7 @@ from dblock.core.values import QUARANTINE, Grant, Tenure
 from tests.conftest import timed
 from tests.support.explore import TTL, Explored, Flow, House, Small, explore
 from tests.support.lab import LONG
-from tests.support.model import UNREPLICATED, Interrupted, World, lost_after, play, wish
+from tests.support.model import UNREPLICATED, Interrupted, World, wish
 from tests.support.steps import NO_STORE
 
 SECRET = "token-1"
@@ -255,27 +255,3 @@ def test_the_worlds_notice(
     break_(monkeypatch.setattr)
     with pytest.raises(AssertionError, match="two hold it|used twice"):
         explored(kinds, preemptions=2)
-
-
-# -- one fault at a time
-
-
-def held() -> tuple[World, Tenure]:
-    """A tenure that a flow has taken."""
-    world = World()
-    fence = world._begin(None, {"key": "k", "owner": "o", "ttl": TTL, "life": 9.0})[0][0]
-    return world, Tenure("k", "o", fence)
-
-
-def test_what_a_lost_answer_leaves_is_found_by_a_second_sending() -> None:
-    world, tenure = held()
-    database, request = world.database(), wish(ttl=TTL)
-    fault = {("detach", 0): lost_after(world)}
-    assert play(world, tenures.detach(database, tenure, SECRET, 20.0), fault) is True
-    row = world.rows["k"]
-    assert (row["owner"], row["count"], row["ttl"]) == (SECRET, 0, 20.0)
-    token = tenure._replace(owner=SECRET)
-    fault = {("attach", 0): lost_after(world)}
-    grant = play(world, tenures.attach(database, token, "me", request.parameters(SECRET)), fault)
-    assert grant.tenure == tenure._replace(owner="me")
-    assert (row["owner"], row["count"], row["ttl"]) == ("me", 1, TTL)

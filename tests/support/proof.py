@@ -90,12 +90,12 @@ REQUIREMENTS: Final = (
     Requirement(
         "A take inside an old transaction",
         "expiry counts from now",
-        (f"{F}clocks.py::test_a_lease_taken_in_an_old_transaction_counts_from_now",),
+        ("tests/django/test_transactions.py::test_a_lease_counts_from_now_not_from_the_transaction",),
     ),
     Requirement(
         "The caller's transaction rolls back",
         "an independent lock is held on",
-        (f"{F}clocks.py::test_the_callers_rollback_does_not_release",),
+        ("tests/django/test_transactions.py::test_a_rollback_does_not_release",),
     ),
     Requirement(
         "The holder is killed; the first k of 20 waiters are killed",
