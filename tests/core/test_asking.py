@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 
 from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, wait
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.worker import start
+from dblock.majority import asking
 from dblock.majority.asking import Ask, Asks
+from tests.conftest import timed
 from tests.support.lab import until
 
 
@@ -92,3 +97,36 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
     found.leave(asks)
     assert until(lambda: said == ["interrupted"])
     assert until(lambda: not asks.busy)
+
+
+class Unentered(threading.Condition):
+    """An interrupt between the two lines of its `__enter__` would leave it locked."""
+
+    def __enter__(self) -> bool:
+        raise AssertionError("it is not for `with`")
+
+
+def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the asks that come after it are made."""
+    timed(monkeypatch, linger=1.0)
+    store: Any = Store()
+    asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
+
+    def starts(*given: Any) -> Any:
+        threads.append(start(*given))
+        if len(threads) == 1:
+            raise KeyboardInterrupt
+        return threads[-1]
+
+    def steps() -> Steps[None]:
+        made.append("made")
+        yield from ()
+
+    monkeypatch.setattr(asking, "start", starts)
+    asks._changed = Unentered(asks._mutex)
+    with pytest.raises(KeyboardInterrupt):
+        asks.begin(store, steps())
+    for _ in range(3):
+        asks.begin(store, steps())
+    assert until(lambda: len(made) == 3 and not asks.busy)
+    assert until(lambda: not any(is_alive() for is_alive in threads), 5)

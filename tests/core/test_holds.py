@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dblock.core import clock, runtime
-from dblock.core.deliveries import deliveries
+from dblock.core import clock, runtime, timing
+from dblock.core.deliveries import NAME, deliveries
 from dblock.core.errors import (
     LockLost,
     LockNotHeld,
@@ -544,6 +544,54 @@ def test_a_callback_looks_and_does_not_act(store: FakeStore) -> None:
         lock.check()
     assert seen == [("at_risk", 7, 1), "done"]
     assert not {"extend", "detach"} & set(store.sent)
+
+
+def test_a_body_is_ended_though_nobody_can_be_told(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory for the report, say: what ends the bodies under the lost lock is called all the same."""
+    ended, found = list[Hold](), list[str]()
+
+    def fails(_: object) -> None:
+        found.append("no memory")
+        raise MemoryError
+
+    lock: Any = FakeLock(store, ttl=0.3, renew=False)
+    lock._interrupt_body = ended.append
+    assert lock.acquire()
+    with monkeypatch.context() as patched:
+        patched.setattr(deliveries, "put", lambda call: fails(call) if not found else None)
+        assert until(lambda: found)
+        assert until(lambda: ended)
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+def test_a_callback_for_which_no_thread_can_be_started_is_late(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of threads when the last lock is lost: it is called once there are some again, by nobody's doing."""
+    assert deliveries.flush(20)
+    start, refused, told = threading.Thread.start, list[str](), list[Reason]()
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == NAME:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    lock = FakeLock(store, ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason))
+    assert lock.acquire()
+    watchdog = runtime.current.watchdog
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        assert until(lambda: refused)
+        assert until(lambda: not watchdog.holds(store, "k"))
+        timed(patched, attention=0.2)
+        watchdog.wake()
+        time.sleep(2.5 * timing.DEFAULT.attention)  # two rounds in which nothing else is to be done
+        assert not told
+    assert until(lambda: told)
+    with pytest.raises(LockLost):
+        lock.release()
 
 
 def test_told_once_however_often_entered(store: FakeStore) -> None:
