@@ -346,14 +346,6 @@ class World:
         row = self.rows.get(p["key"])
         return row if row and (row["owner"], row["fence"]) == (p["owner"], p["fence"]) else None
 
-    def _set_count(self, p: dict[str, Any]) -> Rows:
-        row = self._tenure(p)
-        if row is None or row["expires_at"] <= self.time:
-            return []
-        row["count"] = p["count"]
-        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
-        return [()]
-
     def _changes_hands(self, p: dict[str, Any]) -> dict[str, Any] | None:
         """The row whose owner a statement replaces, or has replaced."""
         row = self._tenure(p) or self._tenure({**p, "owner": p["heir"]})
@@ -377,13 +369,6 @@ class World:
             return []
         least = row["expires_at"] if row["owner"] == p["heir"] else 0.0  # sent again
         row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": max(self.time + p["life"], least)}
-        return [()]
-
-    def _extend(self, p: dict[str, Any]) -> Rows:
-        row = self._tenure(p)
-        if row is None or row["expires_at"] <= self.time:
-            return []
-        row["expires_at"] = self.time + p["life"]
         return [()]
 
     def _renew(self, p: dict[str, Any]) -> Rows:
