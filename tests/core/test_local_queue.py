@@ -78,6 +78,65 @@ def given(process: Process, tenure: Tenure) -> Steps[bool]:
     return handover.pass_on(process.site, Grant(tenure))
 
 
+def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
+    """A waiter timed out while the key was handed to it: the flow that handed it over gives it back."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    assert not isinstance(play(world, heir, {}), Grant)
+    release = holder.send(world.execute(relay))
+    assert isinstance(release, Execute)
+    assert world.rows["k"]["owner"] not in {"o", None}
+    with pytest.raises(StopIteration) as done:
+        holder.send(world.execute(release))
+    assert done.value.value is True
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
+def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
+    """The waiter was reading the holder's name for its LockTimeout: acquire() is a success."""
+    world, process, tenure, heir = holder_and_heir()
+    world.time += 0.046
+    look = begun(world, heir, "inspect")
+    assert play(world, given(process, tenure), {}) is True
+    grant = play(world, heir, {}, world.execute(look))
+    assert isinstance(grant, Grant)
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert process.nobody()
+
+
+def test_what_comes_too_late_is_given_back() -> None:
+    """Reading who has the key took longer than the lease that it was handed meanwhile."""
+    world, process, tenure, heir = holder_and_heir()
+    world.time += 0.046
+    look = begun(world, heir, "inspect")
+    assert play(world, given(process, tenure), {}) is True
+    assert world.rows["k"]["owner"] not in {"o", None}
+    world.time += 29.5
+    assert not isinstance(play(world, heir, {}, world.execute(look)), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
+@pytest.mark.parametrize("first", ["heir", "answer"])
+def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
+    """The last of the two that gives up checks what the other may have left behind."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    if first == "heir":
+        assert not isinstance(play(world, heir, {}), Grant)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, error=StoreUnanswered("cut")) is True
+    if first == "answer":
+        assert not isinstance(play(world, heir, {}), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
 @pytest.mark.parametrize(
     ("starts_on_place_lease", "held_for", "lasts"),
     [(True, 0.5, 3.5), (True, 1.1, 4.0), (False, 0.5, 4.0)],

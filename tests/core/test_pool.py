@@ -16,10 +16,10 @@ import pytest
 from dblock.core import clock, timing
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.connections.pool import HANGING, AutocommitPool
+from dblock.core.connections.pool import AutocommitPool
 from dblock.core.errors import StoreUnreachable
 from tests.conftest import timed
-from tests.support.lab import threads, until
+from tests.support.lab import until
 
 
 class Pool(AutocommitPool):
@@ -71,27 +71,6 @@ def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
     pool.may.set()
     assert until(lambda: pool._idle)
     pool.take(soon(5), critical=False)  # and nobody refers to it
-    pool.give(pool.take(soon(5), critical=False))
-
-
-def test_openings_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many flows try for however long: no more of them than flows at once, and a few; then they go on."""
-    timed(monkeypatch, statement_timeout=0.3, local_poll=0.05)
-    pool, end = Pool(most=8), soon(1.5)
-
-    def flow() -> None:
-        while clock.now() < end:
-            with pytest.raises(StoreUnreachable, match="no connection could be opened in time"):
-                pool.take(soon(), critical=False)
-
-    flows = [threading.Thread(target=flow) for _ in range(8)]
-    for each in flows:
-        each.start()
-    for each in flows:
-        each.join()
-    assert 5 <= len(threads("dblock connect")) < 8 + HANGING
-    pool.may.set()
-    assert until(lambda: pool._idle)
     pool.give(pool.take(soon(5), critical=False))
 
 
