@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, wait
+from dblock.core.errors import LockStoreError
+from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 from dblock.majority import asking
@@ -97,6 +98,39 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
     found.leave(asks)
     assert until(lambda: said == ["interrupted"])
     assert until(lambda: not asks.busy)
+
+
+def drive(steps: Steps[Any]) -> None:
+    for step in steps:
+        assert isinstance(step, Sleep | Wait)
+        step.store.pause(step)
+
+
+def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
+    """Until it answers; and meanwhile no more than one thread asks it."""
+    store, wakeup, undone, open_again = Store(), Wakeup(), list[Any](), threading.Event()
+
+    def slow() -> Steps[str]:
+        while not open_again.is_set():
+            yield from sleep(store, 0.001)
+        return "late"
+
+    def quick() -> Steps[str]:
+        yield from ()
+        return "at once"
+
+    first = asks.ask(ask(store, slow(), undone, wakeup))
+    drive(asks.gather([first], 0.05, wakeup))
+    assert asks.is_silent(store)  # type: ignore[arg-type]
+    second = asks.ask(ask(store, quick(), undone, wakeup))
+    assert isinstance(second.error, LockStoreError)
+    assert not second.pending()
+    open_again.set()
+    assert until(lambda: not first.pending())
+    assert until(lambda: not asks.is_silent(store))  # type: ignore[arg-type]
+    third = asks.ask(ask(store, quick(), undone, wakeup))
+    drive(asks.gather([third], 5, wakeup))
+    assert (first.result, third.result, undone) == ("late", "at once", [])
 
 
 class Unentered(threading.Condition):

@@ -11,6 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
@@ -476,6 +479,30 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     watch.wake()
     assert until(lambda: watched_places(watch) == ["living"])
     watch.leave(store, None, "living")
+
+
+def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after its answer once another one takes its place, and is used again if none can be started till then."""
+    keeper, given = Keeper(store, None, threading.RLock(), runtime.current._withdraw), SimpleQueue[Any]()
+    refused, run = [True], list[int]()
+    hangs: Any = SimpleNamespace(ready=False, give=given.put)
+
+    def start() -> None:
+        if refused:
+            raise RuntimeError("can't start new thread")
+
+    def note() -> Steps[None]:
+        run.append(1)
+        yield from ()
+
+    other: Any = SimpleNamespace(ready=True, start=start, give=lambda steps: steps and drive(steps))
+    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", lambda: other)
+    keeper.renewer = hangs
+    keeper.begin(note())
+    assert (keeper.renewer, given.empty(), run) == (hangs, True, [])
+    refused.clear()
+    keeper.begin(note())
+    assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
