@@ -15,9 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 import dblock
-import dblock.transactions
 import sqlalchemy_dblock
-import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
