@@ -149,6 +149,21 @@ def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPat
     assert world.rows["k"]["owner"] == grant.tenure.owner
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dead", [15, 16, 40])
+def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
+    """By the release, also where they are more than one statement counts: the next take needs no queue."""
+    world = World(dialect=DIALECTS[kind])
+    tenure = held_by(world)
+    ticket = 0
+    for number in range(dead):
+        ticket = joining(world, f"dead{number}")
+        _ = world._announce({"key": "k", "ticket": ticket})
+        world.waiters[f"dead{number}"]["expires_at"] = world.time
+    assert play(world, handover.free(world.site(), Grant(tenure)), {}) is True
+    assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
+
+
 def test_what_was_accepted_in_an_outage_is_given_back() -> None:
     """No answer came for as long as the wait lasted: the key is not left to a tenure that nobody knows of."""
     world = World()
