@@ -120,6 +120,59 @@ def test_what_comes_too_late_is_given_back() -> None:
     assert process.nobody()
 
 
+def test_a_hand_over_that_arrives_late_is_found_too() -> None:
+    """The heir has asked what became of it, and waits in the queue under the token of that offer."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    join = begun(world, heir, "join")
+    assert world.rows["k"]["owner"] == "o"
+    answer = world.execute(relay)
+    grant = play(world, heir, {}, world.execute(join))
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert play(world, holder, {}, answer) is True, "and it is not given back when the holder learns the same"
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert not world.waiters
+    assert process.nobody()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
+    """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    join = begun(world, heir, "join")
+    joined = world.execute(join)
+    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
+    begun(world, other, "wait")
+    answer = world.execute(relay)
+    if told:
+        assert play(world, holder, {}, answer) is True
+    grant = play(world, heir, {}, joined)
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert play(world, given(process, grant.tenure), {}) is True
+    found = play(world, other, {})
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == found.tenure[1:]
+    assert not world.waiters
+    assert process.nobody()
+
+
+def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
+    """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    assert not isinstance(play(world, heir, {}), Grant)
+    step = holder.throw(StoreUnanswered("cut"))
+    while not (isinstance(step, Execute) and step.statement.name == "release"):
+        step = holder.send(world.execute(step) if isinstance(step, Execute) else None)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, world.execute(step)) is True
+    assert world.rows["k"]["owner"] is None
+
+
 @pytest.mark.parametrize("first", ["heir", "answer"])
 def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
     """The last of the two that gives up checks what the other may have left behind."""
@@ -217,6 +270,44 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
     begun(world, second, "wait")
     return world, process, Tenure("k", "o", fence), first, second
+
+
+def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
+    """The waiter's place has ended, and it withdraws as the hand-over is executed: nobody has that tenure."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    joined = world.execute(begun(world, heir, "join"))
+    world.waiters.clear()
+    assert isinstance(heir.send(joined), Wait)
+    world.time += 40.0
+    assert cast("Execute", heir.send(None)).statement.name == "queue_status"
+    world.rows["k"]["expires_at"] = world.time + 60
+    leaving = heir.send(
+        world.execute(Execute(NO_STORE, world.dialect.queue.queue_status, {"key": "k", "owner": "", "ticket": 0}))
+    )
+    assert cast("Execute", leaving).statement.name == "leave_queue"
+    assert play(world, holder, {}, world.execute(relay)) is True
+    assert world.rows["k"]["owner"] is None, "given back by who brought it about"
+    grant = play(world, heir, {}, world.execute(cast("Execute", leaving)))
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert process.nobody()
+
+
+def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:
+    """The key came as the waiter timed out: the next flow of its process finds no place, and polls."""
+    world, process, tenure, first, second = two_that_ask(1.0)
+    world.time += 1
+    with pytest.raises(StopIteration):
+        first.send(world.execute(begun(world, first, "inspect")))
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert world.rows["k"]["owner"].startswith("first")
+    grant = play(world, second, {})
+    assert isinstance(grant, Grant)
+    assert world.rows["k"]["owner"].startswith("second")
+    assert world.time < 1005
+    assert not world.waiters
+    assert process.nobody()
 
 
 def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:

@@ -19,13 +19,14 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
-from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
 from tests.support.model import World, lost_after, play, wish
+from tests.support.steps import NO_STORE
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -36,6 +37,12 @@ class Kept(WaiterServices):
 
     def keep(self, place: Place) -> bool:
         return True
+
+
+class Called(Kept):
+    """And the database calls whose turn it is."""
+
+    notifications_ready = True
 
 
 class Circles:
@@ -147,6 +154,41 @@ def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPat
     assert isinstance(grant, Grant)
     assert world.time < grant.trusted_until
     assert world.rows["k"]["owner"] == grant.tenure.owner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_waiter_that_is_notified_before_it_waits_polls(kind: str) -> None:
+    """Though it has heard that somebody has the key."""
+    world = World(dialect=DIALECTS[kind])
+    _ = held_by(world)
+    steps, rows = waiter(world), None
+    joined = "join" if world.announces else "announce"
+    while isinstance(step := steps.send(rows), Execute):
+        rows = world.execute(step)
+        if step.statement.name == joined:
+            [place] = world.waiters.values()
+            assert not world.wakeups.notify(Message("k", place["ticket"])), "it has not said yet that it waits"
+            break
+    look = steps.send(rows)
+    assert isinstance(look, Execute)
+    assert look.statement.name == "queue_status"
+    steps.close()
+
+
+def test_a_short_turn_is_not_slept_through() -> None:
+    """The notification got lost: a waiter polls often enough to find its grant, which lasts for its ttl only."""
+    world = World()
+    tenure, joined = held_by(world, ttl=60.0), list[Rows]()
+
+    def served(step: Execute) -> Rows:
+        joined.append(world.execute(step))
+        _ = world.execute(Execute(NO_STORE, world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
+        return joined[-1]
+
+    waits = acquiring.acquire(Attempt(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called))
+    grant = play(world, waits, {("join", number): served for number in range(9)})
+    assert isinstance(grant, Grant)
+    assert len(joined) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
