@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from dblock.core import clock
-from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.errors import LockStoreError
 from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 from dblock.majority import asking
 from dblock.majority.asking import Ask, Asks
-from dblock.majority.held import Held
 from tests.conftest import timed
 from tests.support.lab import until
 
@@ -135,59 +133,6 @@ def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> 
     assert (first.result, third.result, undone) == ("late", "at once", [])
 
 
-def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
-    store, wakeup = Store(), Wakeup()
-
-    def fails() -> Steps[str]:
-        yield from ()
-        raise StoreUnanswered("it is down")
-
-    found = asks.ask(ask(store, fails(), [], wakeup))
-    drive(asks.gather([found], 5, wakeup))
-    assert isinstance(found.error, StoreUnanswered)
-    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
-    began = time.monotonic()
-    waiting = ask(store, (sleep(store, 30)), [], wakeup)
-    _ = asks.ask(waiting, anyway=True)
-    drive(asks.gather([waiting], 5, wakeup, enough=lambda: True))
-    assert time.monotonic() - began < 4
-    waiting.leave(asks)
-
-
-def test_a_database_that_is_asked_again_says_why_it_failed(asks: Asks) -> None:
-    """Not only that somebody else waits for it."""
-    store, wakeup = Store(), Wakeup()
-
-    def fails() -> Steps[str]:
-        yield from ()
-        raise LockStoreError("the disk is full")
-
-    drive(asks.gather([asks.ask(ask(store, fails(), [], wakeup))], 5, wakeup))
-    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
-    slow = asks.ask(ask(store, sleep(store, 30), [], wakeup))
-    drive(asks.gather([slow], 0.05, wakeup))
-    refused = asks.ask(ask(store, at_once(), [], wakeup))
-    assert str(refused.error) == "is being asked again, after: the disk is full"
-    slow.leave(asks)
-
-
-def test_an_answer_meanwhile_does_not_spoil_the_refusal(asks: Asks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The database answers another thread between two reads of why it failed."""
-
-    errors = [LockStoreError("the disk is full")]
-
-    class Answering(asking.Health):
-        silent, asked_until = True, clock.now() + 60
-
-        @property
-        def error(self) -> LockStoreError | None:  # type: ignore[override]
-            return errors.pop() if errors else None
-
-    monkeypatch.setattr(asking, "Health", Answering)
-    refused = asks.ask(ask(Store(), at_once(), [], Wakeup()))
-    assert str(refused.error) == "is being asked again, after: the disk is full"
-
-
 class Unentered(threading.Condition):
     """An interrupt between the two lines of its `__enter__` would leave it locked."""
 
@@ -219,47 +164,3 @@ def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPat
         asks.begin(store, steps())
     assert until(lambda: len(made) == 3 and not asks.busy)
     assert until(lambda: not any(is_alive() for is_alive in threads), 5)
-
-
-def at_once() -> Steps[str]:
-    yield from ()
-    return "at once"
-
-
-def test_a_caller_is_woken_by_the_last_answer_that_it_waits_for(asks: Asks) -> None:
-    """Not by each of them; an answer that comes when no prompt one is missing wakes it too."""
-    wakeup = Wakeup()
-    several = [ask(Store(), at_once(), [], wakeup) for _ in range(4)]
-    several[3].prompt = False
-    steps = asks.gather(several, 5, wakeup)
-    _ = next(steps)
-    woken = []
-    for each in (several[0], several[1], several[2], several[3]):
-        assert list(each.work()) == []
-        woken.append(wakeup.consume())
-    assert woken == [False, False, True, True]
-    assert list(steps) == []
-
-
-def test_a_silent_database_is_waited_for_until_the_time_is_up(asks: Asks) -> None:
-    """However long the limit of one answer is; one that has answered before has its limit."""
-    wakeup, store = Wakeup(), Store()
-    for prompt in (False, True):
-        waiting = ask(store, sleep(store, 30), [], wakeup)
-        waiting.prompt = prompt
-        began = time.monotonic()
-        drive(asks.gather([waiting], 0.4, wakeup, silent_until=clock.now() + 0.05))
-        assert (time.monotonic() - began >= 0.4) is prompt
-        assert time.monotonic() - began >= 0.05
-
-
-def test_a_growth_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """The thread that watches deadlines asks for a majority's missing databases; others depend on it."""
-
-    def fail() -> None:
-        raise ValueError("the first")
-
-    held: Any = SimpleNamespace(key="k", _is_live=fail)
-    Held.cut(held)
-    assert "missing databases of 'k'" in caplog.text
-    assert "the first" in caplog.text

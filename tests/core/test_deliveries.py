@@ -92,21 +92,6 @@ def test_calls_come_in_order_and_are_bounded(handled: Callable[..., None], monke
     assert [line.partition(" ")[0] for line in said] == ["20"]
 
 
-def test_a_call_that_does_not_end_delays_those_behind_it() -> None:
-    """There is one thread, and it ends when the queue is empty."""
-    own, go, begun, made = Deliveries(), threading.Event(), threading.Event(), list[str]()
-    own.put(lambda: begun.set() or go.wait(20))  # type: ignore[func-returns-value]
-    assert begun.wait(20)
-    thread = own._thread
-    for name in "ab":
-        own.put(partial(made.append, name))
-    assert not own.flush(0.1)
-    assert (made, own._thread) == ([], thread)
-    go.set()
-    assert own.flush(20)
-    assert (made, own._thread) == (["a", "b"], None)
-
-
 def test_what_a_call_raises_ends_nothing() -> None:
     """Not even sys.exit()."""
     own, made = Deliveries(), list[str]()

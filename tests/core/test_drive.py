@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -68,18 +67,6 @@ def test_what_a_function_does_is_an_answer(error: BaseException) -> None:
     asyncio.run(main())
 
 
-def test_a_function_that_forks_returns_twice() -> None:
-    """The steps go on in the child, and have to know that they are the parent's."""
-
-    def steps() -> Steps[None]:
-        child = (yield from call(os.fork)).result
-        if not child:
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-    drive(steps())
-
-
 def test_a_function_that_was_cancelled_has_its_steps_finished() -> None:
     """However often its task is cancelled meanwhile."""
     said = list[Any]()
@@ -102,27 +89,6 @@ def test_a_function_that_was_cancelled_has_its_steps_finished() -> None:
 
     asyncio.run(main())
     assert said == ["begun", asyncio.CancelledError, "finished"]
-
-
-def test_a_function_whose_loop_is_closed_is_left_where_it_was() -> None:
-    """Nothing goes on with its steps."""
-    said = list[Any]()
-
-    def steps() -> Steps[None]:
-        try:
-            _ = yield from call(asyncio.sleep, 60)
-        except GeneratorExit:
-            said.append("closed")
-            raise
-
-    work = adrive(steps())
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    work.close()
-    assert said == ["closed"]
 
 
 def pausing(said: list[str], wakeup: Wakeup | None = None) -> Steps[str]:

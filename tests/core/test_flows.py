@@ -14,14 +14,11 @@ import anyio.to_thread
 import pytest
 from asgiref.sync import sync_to_async
 
-from dblock.core import clock, runtime
+from dblock.core import runtime
 from dblock.core.holding.flow import Hold
 from dblock.core.machine import machine
-from dblock.core.protocol.queue import Place
 from dblock.core.runtime import current_flow
 from dblock.core.values import MACHINE
-from dblock.core.watchdog.watchdog import Watchdog
-from tests.conftest import watched_places
 from tests.core.test_holds import FakeLock, FakeStore
 from tests.support.lab import until
 
@@ -127,20 +124,6 @@ def test_hand_overs_from_call_to_call_keep_no_flow_that_holds_nothing(store: Fak
         await sync_to_async(locks[-1].release)()
 
     asyncio.run(main())
-
-
-def test_heartbeats_of_closed_event_loops_are_forgotten(store: FakeStore) -> None:
-    """So are their places, at once, while somebody else waits."""
-    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
-    watch.wakes_at = 0.0  # no thread of its own
-    loop = asyncio.new_event_loop()
-    for owner, of in (("here", None), ("there", loop)):
-        watch.keep(store, of, Place(owner, 1, now, now, now))
-    _ = watch._look_at_all()
-    assert watched_places(watch) == ["here", "there"]
-    loop.close()
-    _ = watch._look_at_all()
-    assert watched_places(watch) == ["here"]
 
 
 def test_owner_tokens_begin_with_the_machine() -> None:

@@ -20,13 +20,13 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
+from dblock.core.protocol.steps import Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.values import QUARANTINE, Grant, Tenure
 from tests.conftest import timed
 from tests.support.explore import TTL, Explored, Flow, House, Small, explore
 from tests.support.lab import LONG
-from tests.support.model import UNREPLICATED, Interrupted, World, lost_after, play, wish
+from tests.support.model import UNREPLICATED, Interrupted, World, wish
 from tests.support.steps import NO_STORE
 
 SECRET = "token-1"
@@ -255,59 +255,3 @@ def test_the_worlds_notice(
     break_(monkeypatch.setattr)
     with pytest.raises(AssertionError, match="two hold it|used twice"):
         explored(kinds, preemptions=2)
-
-
-# -- one fault at a time
-
-
-def held() -> tuple[World, Tenure]:
-    """A tenure that a flow has taken."""
-    world = World()
-    fence = world._begin(None, {"key": "k", "owner": "o", "ttl": TTL, "life": 9.0})[0][0]
-    return world, Tenure("k", "o", fence)
-
-
-def test_what_a_lost_answer_leaves_is_found_by_a_second_sending() -> None:
-    world, tenure = held()
-    database, request = world.database(), wish(ttl=TTL)
-    fault = {("detach", 0): lost_after(world)}
-    assert play(world, tenures.detach(database, tenure, SECRET, 20.0), fault) is True
-    row = world.rows["k"]
-    assert (row["owner"], row["count"], row["ttl"]) == (SECRET, 0, 20.0)
-    token = tenure._replace(owner=SECRET)
-    fault = {("attach", 0): lost_after(world)}
-    grant = play(world, tenures.attach(database, token, "me", request.parameters(SECRET)), fault)
-    assert grant.tenure == tenure._replace(owner="me")
-    assert (row["owner"], row["count"], row["ttl"]) == ("me", 1, TTL)
-
-
-def test_a_second_sending_does_not_take_the_hold_from_the_bearer() -> None:
-    """The first detach was executed and not answered; its token has been used when the second one comes."""
-    world, tenure = held()
-
-    def used(step: Execute) -> Rows:
-        _ = world._attach({**tenure._asdict(), "owner": SECRET, "heir": "bearer", "ttl": TTL, "life": TTL})
-        return world.execute(step)
-
-    faults = {("detach", 0): lost_after(world), ("detach", 1): used}
-    assert play(world, tenures.detach(world.database(), tenure, SECRET, 20.0), faults) is False
-    assert world.rows["k"]["owner"] == "bearer"
-    loss = play(world, tenures.why_lost(world.database(), tenure), {})
-    assert loss.reason is Reason.USED
-
-
-@pytest.mark.parametrize("name", ["detach", "attach"])
-def test_a_tenure_that_ended_does_not_change_hands(name: str) -> None:
-    """Not even if the answer that would have said so was lost."""
-    for faults in ({}, {(name, 0): lost_after}):
-        world, tenure = held()
-        world.time += 10
-        database = world.database()
-        steps: Steps[Any] = (
-            tenures.detach(database, tenure, SECRET, 20.0)
-            if name == "detach"
-            else tenures.attach(database, tenure, "me", wish(ttl=TTL).parameters("o"))
-        )
-        found = play(world, steps, {where: fault(world) for where, fault in faults.items()})
-        assert found is False or found.reason is Reason.EXPIRED
-        assert world.rows["k"]["owner"] == "o"

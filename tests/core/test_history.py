@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import sys
-import threading
 import time
 import weakref
 from typing import Any
@@ -61,42 +58,6 @@ def write(noting: History, store: Any) -> None:
     assert all(isinstance(step, Sleep) for step in begun[0])
 
 
-def test_what_could_not_be_begun_is_written_later(asked: list[tuple[str, Any]]) -> None:
-    """Where no thread can be started, or an event loop ends first: nothing is lost, and nothing waited for for ever."""
-    noting, store = History(), made()
-    note(noting, store)
-    begun = noting.begin(store)
-    assert begun
-    assert noting.begin(store) is None  # one after the other
-    del begun
-    _ = gc.collect()
-    write(noting, store)
-    assert [each["lock_key"] for each in json.loads(asked[0][1]["events"])] == ["k0"]
-    assert not noting.pending
-
-
-def test_an_event_loop_that_does_not_run_is_not_waited_for(asked: list[tuple[str, Any]]) -> None:
-    """Another one writes, whether it is closed or may run again; what was begun there finds nothing to do twice."""
-    noting, store, loop = History(), made(), asyncio.new_event_loop()
-    store.asynchronous = True
-    stopped = list[Any]()
-
-    async def take() -> None:
-        note(noting, store)
-        stopped.append(noting.begin(store))
-
-    loop.run_until_complete(take())
-    assert stopped[0][1] is loop
-    steps, where = noting.begin(store) or (None, loop)
-    assert steps is not None
-    assert where is None
-    loop.close()
-    for each in (steps, stopped[0][0]):
-        _ = list(each)
-    assert [len(json.loads(given["events"])) for name, given in asked if name == "note"] == [1]
-    assert not noting.pending
-
-
 def test_what_happened_elsewhere_is_dropped(
     asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,15 +78,6 @@ def test_what_happened_elsewhere_is_dropped(
     assert not caplog.text
 
 
-def test_it_waits_for_more() -> None:
-    """What was noted at this moment is not written at once, but at the end of the process."""
-    noting, store = Histories(), made()
-    note(noting, store)
-    assert list(noting.begin(ripe=60)) == []
-    assert noting.pending
-    assert len(list(noting.begin())) == 1
-
-
 def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What happened there is written all the same, and it is kept no longer."""
     monkeypatch.setattr("random.random", lambda: 0.0)  # not one of the few whose turn it is to delete
@@ -140,20 +92,6 @@ def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]], monkeypatch
     del _, steps
     gc.collect()
     assert there() is None
-
-
-@pytest.mark.parametrize(("most", "count", "anew"), [(1_000_000, 400, False), (100, 2, True)])
-def test_as_much_is_deleted_as_is_written(asked: list[tuple[str, Any]], most: int, count: int, anew: bool) -> None:
-    """Where very many are kept, and by processes that write two events and end: a thousand go at a time."""
-    noting, store = History(), made()
-    store.history = most
-    for _ in range(100):
-        noting = History() if anew else noting
-        note(noting, store, count)
-        write(noting, store)
-    trimmed = sum(name == "trim" for name, _ in asked)
-    assert trimmed * 1000 >= 100 * count
-    assert anew is (trimmed < 100)
 
 
 def test_what_cannot_be_trimmed_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,53 +117,3 @@ def test_what_no_column_takes_is_left_out(asked: list[tuple[str, Any]]) -> None:
     noting.note(store, Event(Kind.GAVE_UP, "x", key="k", reason="\0" + "x" * 300), WHO)
     write(noting, store)
     assert [each["detail"] for each in json.loads(asked[0][1]["events"])] == ["x" * 255]
-
-
-def test_stores_may_come_while_it_is_looked_at() -> None:
-    """The watchdog, which must not end, looks at all histories while flows note something in yet another database."""
-    noting, stores, interval = Histories(), [made() for _ in range(100)], sys.getswitchinterval()
-    for store in stores:
-        noting._of[store] = History()
-    ended = threading.Event()
-
-    def note_elsewhere() -> None:
-        while not ended.is_set():
-            store = made()
-            note(noting, store)
-            _ = noting._of[store]._take(store, None)  # or it would be kept until somebody has written that
-
-    elsewhere = threading.Thread(target=note_elsewhere)
-    sys.setswitchinterval(1e-5)
-    try:
-        elsewhere.start()
-        for _ in range(3000):
-            _ = noting.pending
-        _ = list(noting.begin())
-    finally:
-        ended.set()
-        sys.setswitchinterval(interval)
-        elsewhere.join()
-
-
-def test_the_log_says_once_that_it_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """And again once it has worked in between: a table that is missing is no line a second."""
-    noting, store, failing = History(), made(), [True, True, False, True]
-
-    def ask(*_: Any, **__: Any) -> Any:
-        yield Sleep(NO_STORE, 0)
-        if failing.pop(0):
-            raise LockStoreError("no such table")
-
-    monkeypatch.setattr(history, "ask", ask)
-    store.history = 10**6
-    noting._untrimmed = 0.0
-    for _ in range(4):
-        note(noting, store)
-        write(noting, store)
-    assert caplog.text.count("no such table") == 2
-
-
-def test_a_renewal_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A history does not have it, so nobody is told in a thread of its own."""
-    monkeypatch.setattr(threading, "Thread", None)
-    history._hear(Event(Kind.RENEWED, "x"), made(), {})

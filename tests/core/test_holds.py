@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import logging
 import math
 import re
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dblock.core import clock, runtime, timing
-from dblock.core.acquire import handover
 from dblock.core.deliveries import NAME, deliveries
 from dblock.core.errors import (
-    LockError,
     LockLost,
     LockNotHeld,
     LockStoreError,
@@ -40,7 +34,6 @@ from dblock.core.holding.lease import Lease
 from dblock.core.lock import place as places
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.executor import BaseStore
-from dblock.core.lock.leaving import leave
 from dblock.core.lock.locks import SyncLock
 from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
@@ -52,14 +45,11 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.watchdog.keeper import Keeper, Renewer
+from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
-from dblock.core.worker import Worker, start
 from tests.conftest import timed, watched_places
-from tests.support.lab import renew as renew_now
 from tests.support.lab import until
-from tests.support.steps import pause_of
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -128,10 +118,6 @@ def columns_of(info: LockInfo) -> tuple[Any, ...]:
         *(who.host, who.pid, who.thread, who.program, who.celery_task_id),
         *(info.revoked_fence, info.freed_fence, info.revocation),
     )
-
-
-def renewals() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "dblock renewal"]
 
 
 class FakePlace(places.Place):
@@ -288,19 +274,6 @@ def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
     assert hold.lease.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
 
 
-def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller gets a StoreUnanswered, and nothing that only the protocol knows."""
-
-    def cut(step: Execute) -> Rows:
-        raise StoreUnanswered("cut")
-
-    timed(monkeypatch, single_try=0.02, answer_grace=0.0)
-    store.answers |= {"take": cut, "accept": lambda _: []}
-    with pytest.raises(StoreUnanswered, match="cut") as caught:
-        FakeLock(store).acquire(blocking=False)
-    assert type(caught.value) is StoreUnanswered
-
-
 def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
     """A renewal with the old, longer ttl may have come before the extension that shortened the lease."""
     hold = hold_of(local)
@@ -317,84 +290,6 @@ def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
 def store() -> Iterator[FakeStore]:
     yield FakeStore()
     current_flow().holds.clear()
-
-
-def watchdog_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for its end; meanwhile it looks at short intervals whether there is something to do."""
-    with monkeypatch.context() as patched:
-        timed(patched, attention=0.02)
-        runtime.current.watchdog.wake()
-        assert until(lambda: runtime.current.watchdog._thread is None)
-
-
-def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
-    """Take and release, and nothing else is sent."""
-    for _ in range(50):
-        with FakeLock(store):
-            pass
-    assert store.sent == ["take", "release"] * 50
-
-
-@pytest.mark.parametrize("duration", [0.0, 0.02])
-def test_short_holds_do_not_disturb_the_watch(
-    store: FakeStore, monkeypatch: pytest.MonkeyPatch, duration: float
-) -> None:
-    """It is started once, and runs now and then, not at each hold; also if a round is long, as with many holds."""
-    watchdog_ends(monkeypatch)
-    looks: list[int] = []
-    look = runtime.current.watchdog._look_at_all
-
-    def counted() -> float:
-        looks.append(threading.get_ident())
-        time.sleep(duration)
-        return look()
-
-    monkeypatch.setattr(runtime.current.watchdog, "_look_at_all", counted)
-
-    def slowly(step: Execute) -> Rows:
-        time.sleep(0.0002)
-        return [(7 if step.statement.name == "take" else 0,)]
-
-    store.answers["take"] = store.answers["release"] = slowly
-    start = time.monotonic()
-    for _ in range(1000):
-        with FakeLock(store):
-            pass
-    assert len(looks) <= 3 + 2 * (time.monotonic() - start)
-    assert len(set(looks)) == 1
-
-
-def test_a_take_looks_at_few_of_the_holds_of_its_flow(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On average at a constant number, however many there are."""
-    looked = 0
-
-    class Counted(dict[Any, Any]):
-        def values(self) -> Any:
-            nonlocal looked
-            looked += len(self)
-            return super().values()
-
-    monkeypatch.setattr(current_flow(), "holds", Counted())
-    locks = [FakeLock(store, str(number)) for number in range(500)]
-    for lock in locks:
-        lock.acquire()
-    assert looked <= 4 * len(locks)
-    for lock in locks:
-        lock.release()
-
-
-def test_many_leases_one_statement(store: FakeStore) -> None:
-    """Those taken one by one are renewed together: a dozen statements in a second and a half, not hundreds."""
-    begun = time.monotonic()
-    locks = [FakeLock(store, str(number), ttl=1.5) for number in range(200)]
-    for lock in locks:
-        lock.acquire()
-        time.sleep(0.0002)
-    assert until(lambda: store.sent.count("renew") >= 3)
-    assert {lock.state for lock in locks} == {"held"}
-    assert store.sent.count("renew") <= 3 + 8 * (time.monotonic() - begun)
-    for lock in locks:
-        lock.release()
 
 
 def test_what_is_nearly_due_is_renewed_with_what_is_due(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,89 +310,6 @@ def test_what_is_nearly_due_is_renewed_with_what_is_due(store: FakeStore, monkey
     assert renewed == [["a", "b"]]
 
 
-def test_a_failing_renewal_is_tried_again(store: FakeStore) -> None:
-    """The holder hears that it is at risk, and that is all, once one succeeds in time."""
-    risks: list[object] = []
-    losses: list[object] = []
-    healed = threading.Event()
-
-    def renew(step: Execute) -> Rows:
-        if not healed.is_set():
-            raise StoreConflict("down")
-        return [()]
-
-    store.answers["renew"] = renew
-    with FakeLock(store, ttl=2.0, on_at_risk=risks.append, on_lost=lambda lock, _: losses.append(lock)) as lock:
-        assert until(lambda: risks)
-        assert lock.state == "at_risk"
-        healed.set()
-        assert until(lambda: lock.state == "held")
-        before = store.sent.count("renew")
-        renew_now()
-        assert until(lambda: store.sent.count("renew") > before)
-    assert deliveries.flush(20)
-    assert risks == [lock]
-    assert not losses
-
-
-def test_a_hanging_renewal_delays_no_signal(store: FakeStore) -> None:
-    """Lost at the trust deadline, told once, and another connection is tried meanwhile; its late answer is too late."""
-    go, told = threading.Event(), []
-
-    def renew(step: Execute) -> Rows:
-        go.wait(20)
-        return [()]
-
-    store.answers["renew"] = renew
-    lock = FakeLock(store, ttl=0.9, on_lost=lambda lock, reason: told.append((reason, lock.fence, lock.state)))
-    lock.acquire()
-    assert until(lambda: told)
-    assert lock.state == "lost"
-    go.set()
-    assert until(lambda: not renewals())  # the threads that hung have ended
-    assert store.sent.count("renew") >= 2
-    assert lock.state == "lost"
-    with pytest.raises(LockLost, match="did not answer"):
-        lock.release()
-    assert deliveries.flush(20)
-    assert told == [(Reason.UNREACHABLE, 7, "lost")]
-
-
-def test_callbacks_may_fail_and_hang(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
-    """The watchdog does not notice. Other locks' callbacks notice one that hangs, and none that fails."""
-    store.answers["renew"] = lambda _: []  # all leases are over
-    store.answers["alive"] = lambda _: []
-    go, hangs, told = threading.Event(), threading.Event(), threading.Event()
-
-    def fails(lock: object, reason: Reason) -> None:
-        raise RuntimeError("mine")
-
-    def hang(lock: object, reason: Reason) -> None:
-        hangs.set()
-        go.wait(20)
-
-    locks = [
-        FakeLock(store, "a", on_lost=fails),
-        FakeLock(store, "b", on_lost=hang),
-        FakeLock(store, "c", on_lost=lambda *_: told.set()),
-    ]
-    try:
-        for lock in locks:  # one after the other, since those that are lost at once are told of in any order
-            lock.acquire()
-            renew_now()
-            assert until(lambda lock=lock: lock.state == "lost")  # type: ignore[misc]
-            assert lock is not locks[1] or hangs.wait(20)
-        assert not told.is_set()
-    finally:
-        go.set()
-    assert told.wait(20)
-    assert "callback of the lock" in caplog.text
-    for lock in locks:
-        with pytest.raises(LockLost) as lost:
-            lock.release()
-        assert lost.value.reason is Reason.GONE
-
-
 def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     """Nobody can give its lock back, so nobody renews it either."""
     lock = FakeLock(store, ttl=0.6)
@@ -506,17 +318,6 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     thread.join()
     assert until(lambda: not runtime.current.watchdog._holds)
     assert store.sent.count("renew") == 0
-
-
-def test_the_watchdog_ends_when_idle(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads too; the next lock starts it again."""
-    timed(monkeypatch, attention=0.2)
-    for _ in range(2):
-        with FakeLock(store, ttl=0.6):
-            assert until(lambda: "renew" in store.sent)
-        assert until(lambda: not renewals())
-        assert until(lambda: runtime.current.watchdog._thread is None)
-        store.sent.clear()
 
 
 def test_adding_never_misses_the_watch(store: FakeStore) -> None:
@@ -555,25 +356,6 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkey
     watch.discard(hold)
 
 
-def test_what_is_given_back_during_the_last_round_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The round that would have been the last is followed by one that sees when that connection is over."""
-    timed(monkeypatch, attention=0.02)
-    rounds, given = list[int](), list[float]()
-
-    def prune() -> float:
-        rounds.append(1)
-        if len(rounds) == 2:  # given back when this pool has just been asked
-            given.append(clock.now() + 0.5)
-            watch.wake_by(given[0])
-            return math.inf
-        return given[0] if given and clock.now() < given[0] else math.inf
-
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw, prune)
-    watch.wake()
-    assert until(lambda: watch._thread is None)
-    assert clock.now() >= given[0]
-
-
 def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: FakeStore) -> None:
     """After a downgrade the hold has another lease, which began when the reader's row was sent."""
     lock = FakeLock(store, ttl=30)
@@ -590,48 +372,6 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     drive(renew(store, [hold], runtime.current.watchdog))
     assert store.sent == ["renew"]
     assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
-
-
-def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:
-    """The first to take it out of the watchdog's hands does, and nobody else: no hand-over is followed by a release."""
-    watch = runtime.current.watchdog
-
-    def all_are_given_back(hold: Hold, expected: list[Hold], _: object = None) -> Rows:
-        assert watch.give_up(store) == expected
-        watch.giving_back(hold)
-        return [(0,)]
-
-    for flow_first in (True, False):
-        lock = FakeLock(store)
-        assert lock.acquire()
-        hold = lock._own_hold("release")
-        if flow_first:
-            store.answers["release"] = partial(all_are_given_back, hold, [])
-        else:
-            _ = all_are_given_back(hold, [hold])
-        store.sent.clear()
-        assert drive(leave(hold, [])) is flow_first
-        assert store.sent == ["release"] * flow_first
-        assert (hold.lease.loss is None) is flow_first
-
-
-def test_a_detach_is_sent_again(store: FakeStore) -> None:
-    """After a lost answer, with the same secret."""
-    lock, sent, execute = FakeLock(store), list[Any](), store.execute
-    lock.acquire()
-
-    def lose_the_first(step: Execute) -> Rows:
-        if step.statement.name == "detach":
-            sent.append(dict(step.parameters))
-            if len(sent) == 1:
-                raise StoreUnanswered("lost")
-        return execute(step)
-
-    store.execute = lose_the_first  # type: ignore[method-assign]
-    token = valid_token(lock.detach())
-    assert sent[0] == sent[1]
-    assert sent[0]["heir"] == token.tenure.owner
-    assert lock.state is None
 
 
 def test_a_detach_that_was_used_before_its_answer_is_no_loss(store: FakeStore) -> None:
@@ -692,55 +432,6 @@ def test_a_detach_that_is_interrupted_before_it_is_sent_leaves_the_hold(
     lock.release()
 
 
-def test_a_with_that_was_detached_releases_nothing_after_an_interrupted_block(store: FakeStore) -> None:
-    """An entry that no code can leave is no reason not to detach, and not what the `with` ends by."""
-    with FakeLock(store) as lock:
-        [hold] = current_flow().holds.values()
-        hold.entries.append(Entry(FakeLock(store), "with"))
-        gc.collect()
-        _ = lock.detach()
-    assert "release" not in store.sent
-
-
-def test_a_lease_is_in_a_renewal_once(store: FakeStore) -> None:
-    """Also a short one of a long ttl, which began with that of a place and is due again soon."""
-    sent = list[str]()
-
-    def renew(step: Execute) -> Rows:
-        sent.append(str(step.parameters["leases"]))
-        return [()] * len(json.loads(sent[-1]))
-
-    store.answers["renew"] = renew
-    lock = FakeLock(store, ttl=30.0)
-    lock.acquire()
-    [hold] = current_flow().holds.values()
-    hold.lease.term, hold.lease.due = 5.0, clock.now()
-    runtime.current.watchdog.wake()
-    assert until(lambda: sent)
-    assert [len(json.loads(each)) for each in sent] == [1]
-    lock.release()
-
-
-def test_what_was_sent_is_not_sent_again_at_once(store: FakeStore) -> None:
-    """Though it has no answer yet, and the watching thread is woken for something else."""
-    go = threading.Event()
-    store.answers["renew"] = store.answers["heartbeat"] = lambda _: [()] * go.wait(20)
-    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
-    watch.keep(store, None, Place("waits", 1, now, now + 60, now))
-    lock = FakeLock(store)
-    hold = Hold(store, current_flow(), Grant(TENURE, now, 30), Entry(lock, "acquire"), lock.options)
-    hold.lease.due = watch._keepers[store, None].due = now
-    _ = watch.add(hold)
-    assert until(lambda: len(store.sent) == 2)
-    for _ in range(3):
-        _ = watch._look_at_all()
-    time.sleep(0.05)
-    go.set()
-    assert sorted(store.sent) == ["heartbeat", "renew"]
-    watch.leave(store, None, "waits")
-    watch.discard(hold)
-
-
 def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeStore) -> None:
     """It names the owner before, and finds no such tenure."""
     lost = list[Reason]()
@@ -771,22 +462,6 @@ def test_a_count_that_is_set_already_is_no_loss(store: FakeStore) -> None:
     lock.release()
     assert lock.state == "held"
     lock.release()
-
-
-def test_a_re_entry_is_not_undone_when_it_is_interrupted(store: FakeStore) -> None:
-    """The count of the row is only shown: the key is free when the outer block is left."""
-    lock = FakeLock(store)
-    lock.acquire()
-
-    def interrupted(_: Execute) -> Rows:
-        raise KeyboardInterrupt
-
-    store.answers["set_count"] = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        lock.acquire()
-    assert lock.count == 1
-    lock.release()
-    assert store.sent == ["take", "set_count", "release"]
 
 
 @pytest.mark.parametrize(
@@ -824,109 +499,6 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     watch.leave(store, None, "living")
 
 
-def _has_withdrawn_all(watch: Watchdog) -> bool:
-    return not watch._withdraws
-
-
-def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
-    """A signal handler that raises at any line costs that place its deletion at most: the next withdrawal goes on."""
-    deleted: list[str] = []
-
-    def delete(step: Execute) -> Rows:
-        owners = json.loads(str(step.parameters["owners"]))
-        deleted.extend(owners)
-        return [()] * len(owners)
-
-    store.answers["leave_queue"] = delete
-    codes = {Watchdog.withdraw.__code__, Keeper.begin_to_withdraw.__code__}
-    struck = set[int]()
-
-    def at_another_line(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code in codes and event == "line" and frame.f_lineno not in struck:
-            struck.add(frame.f_lineno)
-            raise KeyboardInterrupt
-        return at_another_line if frame.f_code in codes else None
-
-    while True:
-        watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-        lines, before = len(struck), sys.gettrace()
-        deleted.clear()
-        sys.settrace(at_another_line)
-        try:
-            watch.withdraw(store, None, "k", "interrupted")
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        watch.withdraw(store, None, "k", "next")
-        assert until(lambda: "next" in deleted)
-        assert until(partial(_has_withdrawn_all, watch))
-        if len(struck) == lines:
-            break
-    assert len(struck) > 5
-
-
-def test_a_withdrawal_that_ends_at_once_ends_no_later_one(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread may find nothing more to do before its starter goes on, and end some time later."""
-    deleted, may_end = list[str](), threading.Event()
-
-    def delete(step: Execute) -> Rows:
-        owners = json.loads(str(step.parameters["owners"]))
-        deleted.extend(owners)
-        return [()] * len(owners)
-
-    def start_slowly(work: Callable[[], object], name: str) -> Callable[[], bool]:
-        worked = threading.Event()
-
-        def run_and_stay() -> None:
-            _ = work()
-            worked.set()
-            may_end.wait(20)
-
-        alive = start(run_and_stay, name)
-        worked.wait(0.3)
-        return alive
-
-    store.answers["leave_queue"] = delete
-    monkeypatch.setattr("dblock.core.watchdog.keeper.start", start_slowly)
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    watch.withdraw(store, None, "k", "first")
-    assert until(lambda: "first" in deleted)
-    time.sleep(0.1)  # until the thread has found nothing more
-    watch.withdraw(store, None, "k", "next")
-    assert until(lambda: "next" in deleted)
-    may_end.set()
-
-
-def test_a_renewal_thread_that_cannot_be_started_is_started_later(
-    store: FakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Out of threads: no later heartbeat waits for the one that was not sent, and other databases have theirs."""
-    other, now, refused = FakeStore(), clock.now(), list[Renewer]()
-
-    class Refused(Renewer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start = self.start_later
-
-        def start_later(self) -> None:
-            if len(refused) < 2:
-                refused.append(self)
-                raise RuntimeError("can't start new thread")
-            self._thread.start()
-
-    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", Refused)
-    timed(monkeypatch, waiter_ttl=0.6)
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    for of, owner in ((store, "waits"), (other, "beside")):
-        watch.keep(of, None, Place(owner, 1, now, now + 60, now))
-    assert until(lambda: "heartbeat" in store.sent and "heartbeat" in other.sent)
-    assert len(refused) == 2
-    assert "trying again: can't start new thread" in caplog.text
-    for of, owner in ((store, "waits"), (other, "beside")):
-        watch.leave(of, None, owner)
-
-
 def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends after its answer once another one takes its place, and is used again if none can be started till then."""
     keeper, given = Keeper(store, None, threading.RLock(), runtime.current._withdraw), SimpleQueue[Any]()
@@ -951,28 +523,6 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
     assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
 
 
-def test_a_worker_is_woken_while_it_decides_to_rest() -> None:
-    """In the round after which it would end: it goes on, and neither waits for the other."""
-
-    class Restful(Worker):
-        rounds, woken = 0, False
-
-        def round(self) -> float:
-            self.rounds += 1
-            if self.rounds == 2:
-                waker = threading.Thread(target=self.wake)
-                waker.start()
-                waker.join(1)
-                self.woken = not waker.is_alive()
-            return math.inf
-
-    worker = Restful("restful", "rest")
-    worker.wake()
-    assert until(lambda: worker._thread is None)
-    assert worker.woken
-    assert worker.rounds > 2, "it went on"
-
-
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
     """A loop that was closed with a withdrawal under way is kept by nothing."""
     store, closed = FakeStore(), asyncio.new_event_loop()
@@ -981,43 +531,6 @@ def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
     closed.close()
     _ = watch._look_at_all()
     assert not watch._keepers
-
-
-def test_places_that_were_served_are_deleted_by_one_statement(store: FakeStore) -> None:
-    """In the next round of the watchdog: they open no key, and a crowd leaves many."""
-    deleted = list[list[str]]()
-
-    def delete(step: Execute) -> Rows:
-        deleted.append(json.loads(str(step.parameters["owners"])))
-        return [()] * len(deleted[-1])
-
-    store.answers["leave_queue"] = delete
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    watch.wakes_at = 0.0  # no thread of its own
-    for owner in ("a", "b", "c"):
-        watch.withdraw(store, None, "", owner)
-    assert not deleted
-    _ = watch._look_at_all()
-    assert until(lambda: not watch._withdraws)
-    assert deleted == [["a", "b", "c"]]
-
-
-def test_one_of_many_places_that_was_granted_its_key_gives_it_back_soon() -> None:
-    """Where many waiters give up at once, the pause before the second look is made once for all of them."""
-    store, places = FakeStore(), [(f"owner{n}", f"key{n}") for n in range(200)]
-    store.answers["leave_queue"] = lambda _: [()] * (len(places) - 1)
-    held = replace(INFO, owner="owner199")
-    store.answers["inspect"] = lambda step: [columns_of(held)] if step.parameters["key"] == "key199" else []
-    steps, slept = handover.withdraw(runtime.current.site(store), places), 0.0
-    step = next(steps)
-    while not (isinstance(step, Execute) and step.statement.name == "release"):
-        if isinstance(step, Execute):
-            step = steps.send(store.execute(step))
-        else:
-            slept += pause_of(step)
-            step = next(steps)
-    assert slept <= 0.05
-    steps.close()
 
 
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
@@ -1054,21 +567,6 @@ def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     thread.join()
     assert released == ["mine"]
     watch._holds.clear()  # or the loss of the other's is told in the middle of another test
-
-
-def test_a_lost_hold_is_found_out_by_the_database(store: FakeStore) -> None:
-    """verify() and extend() learn what became of the row."""
-    for act in ("verify", "extend"):
-        lock = FakeLock(store, ttl=30)
-        lock.acquire()
-        store.answers["extend"] = lambda _: []
-        with pytest.raises(LockError) as lost:
-            getattr(lock, act)()
-        assert isinstance(lost.value, LockLost)
-        assert lost.value.reason is Reason.GONE
-        assert lock.state == "lost"
-        with pytest.raises(LockLost):
-            lock.release()
 
 
 def test_a_callback_looks_and_does_not_act(store: FakeStore) -> None:
@@ -1163,49 +661,6 @@ def test_a_loss_found_at_the_release_is_told_too(store: FakeStore) -> None:
     assert until(lambda: told == [Reason.GONE])
 
 
-def test_the_watchdog_survives_what_logging_raises(store: FakeStore) -> None:
-    """Such as a filter that needs a request."""
-    told: list[Reason] = []
-
-    def fails(record: logging.LogRecord) -> bool:
-        raise LookupError("no request here")
-
-    log = logging.getLogger("dblock")
-    log.addFilter(fails)
-    try:
-        FakeLock(store, "a", ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason)).acquire()
-        assert until(lambda: told)
-        with FakeLock(store, "b", ttl=0.6) as lock:
-            assert until(lambda: "renew" in store.sent)
-            assert lock.state == "held"
-    finally:
-        log.removeFilter(fails)
-
-
-@pytest.mark.parametrize("renewed", [True, False])
-def test_a_take_that_no_thread_would_renew(store: FakeStore, monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
-    """Out of threads: it is given back and raises, unless it needs no renewal; the next one starts the watchdog."""
-    watchdog_ends(monkeypatch)
-
-    def fails(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    first = FakeLock(store, "a", ttl=2.0, renew=renewed)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fails)
-        if renewed:
-            with pytest.raises(LockStoreError, match="'a'.*can't start new thread"):
-                first.acquire()
-            assert first.state is None
-        else:
-            assert first.acquire()
-    assert runtime.current.watchdog._thread is None
-    with FakeLock(store, "b", ttl=1.2):
-        assert until(lambda: "renew" in store.sent)
-    if not renewed:
-        first.release()
-
-
 def test_a_take_has_what_renews_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread for the renewals of that database it is refused; with one, no other has to be started later."""
     refused, started = ["dblock renewal"], threading.Thread.start
@@ -1226,27 +681,6 @@ def test_a_take_has_what_renews_it(store: FakeStore, monkeypatch: pytest.MonkeyP
             refused.clear()
             assert until(lambda: store.sent.count("renew") > 2)
             assert lock.state == "held"
-
-
-def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) -> None:
-    """The first statement meets the question and leaves it out; its holder is told, and the next one renews it."""
-    not_notified: list[int] = []
-
-    def answer(step: Execute) -> Rows:
-        not_notified.extend(lease["not_notified"] for lease in json.loads(str(step.parameters["leases"])))
-        return [] if not_notified[-1] else [()]
-
-    store.answers["renew"] = answer
-    lock = FakeLock(store, ttl=30.0)
-    lock.acquire()
-    [hold] = current_flow().holds.values()
-    store.answers["alive"] = lambda _: [(*hold.tenure, "root: please")]
-    before = hold.lease.renewed
-    drive(renew(store, [hold], runtime.current.watchdog))
-    assert not_notified == [1, 0]
-    assert hold.revoked == "root: please"
-    assert hold.lease.renewed > before
-    lock.release()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -1285,22 +719,3 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     assert lock.remaining <= 2.7
     assert hold.lease.ttl == 3
     lock.release()
-
-
-def test_at_exit_a_hold_is_released_however_often_it_was_entered(store: FakeStore) -> None:
-    lock = FakeLock(store, min_hold=5)
-    for _ in range(3):
-        lock.acquire()
-    [hold] = current_flow().holds.values()
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
-    watch._holds[hold] = None
-    given = list[Any]()
-
-    def note(step: Execute) -> Rows:
-        given.append(step.parameters["min_hold"])
-        return [(0,)]
-
-    store.answers["release"] = note
-    watch.close()
-    assert (store.sent[-2:], given) == (["set_count", "release"], [5.0])
-    runtime.current.watchdog.discard(hold)

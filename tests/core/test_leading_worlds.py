@@ -20,7 +20,7 @@ import pytest
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
+from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import Hold, _Life
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.leading import SyncLeader
@@ -335,14 +335,6 @@ def test_a_fault(does: str, fault: str) -> None:
     assert explored(does, fault).states > 5
 
 
-def test_a_candidate_is_withdrawn_at_once() -> None:
-    """Who resigns waits for no candidate, however long that waits itself."""
-    world = House().set_up("cx")
-    for who in (0, 1):
-        world.happen(Choice("step", who))
-    assert [each.done for each in world.actors] == [False, True]
-
-
 def test_a_wait_that_could_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, which is False for who gave it a timeout: as for a lock."""
 
@@ -360,59 +352,6 @@ def test_a_wait_that_could_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         while not other.done:
             other.happen()
         assert isinstance(other.error, error)
-
-
-def until_it_sends(world: House, actor: Actor, statement: str) -> None:
-    """Let a flow go on until it is about to send that statement; to its body without one."""
-    while not (isinstance(actor.step, Execute) and actor.step.statement.name == statement):
-        if isinstance(actor.step, Call) and not statement:
-            return
-        actor.happen()
-        assert not actor.done
-
-
-def test_a_release_that_fails_is_not_sent_again_by_its_driver() -> None:
-    """The body's error says so; who resigns sends it again."""
-    world = House().set_up("rx")
-    run, resigns = world.actors
-    run.bodies = 1
-    until_it_sends(world, run, "release")
-    run.happen("fails")
-    assert isinstance(run.error, BodyError)
-    assert run.error.__notes__ == ["out of order"]
-    assert world.owner() is not None
-    until_it_sends(world, resigns, "release")
-    resigns.happen()
-    assert resigns.done
-    assert world.owner() is None
-
-
-def test_one_body_of_an_object_runs_at_a_time() -> None:
-    """After a term was lost, the object is no candidate before the body of that term has ended."""
-    world = House().set_up("wcc")
-    leads, hasty, patient = world.actors
-    until_it_sends(world, leads, "")
-    world.time += TTL + 1
-    hasty.happen()
-    assert "has not yet released 'k'" in str(hasty.error)
-    while not leads.done:
-        leads.happen()
-    assert isinstance(leads.error, LockLost)
-    while not patient.done:
-        patient.happen()
-    assert world.leader.is_leader
-
-
-def test_nothing_is_renewed_for_steps_that_are_closed() -> None:
-    """As they are when the event loop of their task is gone; nobody waits for their body."""
-    world = House().set_up("rx")
-    run, resigns = world.actors
-    until_it_sends(world, run, "")
-    run.steps.close()
-    [candidacy] = [world.leader._candidacy]
-    [hold] = candidacy.flow.holds.values()
-    assert (candidacy.leads(), candidacy.is_driven(), hold.lease.renewing) == (False, False, False)
-    until_it_sends(world, resigns, "release")
 
 
 def test_a_term_that_was_lost_is_not_released_later() -> None:

@@ -1,11 +1,7 @@
-"""Local queues as data: flows of several processes in random schedules, with interrupts, timeouts and lost answers."""
+"""Local queues as data: single faults of a hand-over inside a process. All orders: `tests.core.test_small_worlds`."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import random
-import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,17 +11,15 @@ import pytest
 
 from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
-from tests.conftest import timed
-from tests.core.test_queue import HOUR, Kept
-from tests.support.model import Interrupted, Post, Scheduled, World, lost_after, play, raising, to_the_end, wish
+from tests.core.test_queue import Kept
+from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
 from tests.support.steps import NO_STORE, pause_of
 
 
@@ -51,141 +45,6 @@ class Process(Kept):
     def nobody(self) -> bool:
         """Whether nobody is in a local queue."""
         return not self.site.local_queues
-
-
-@dataclass
-class Flow(Scheduled):
-    """Takes the key some times, or gives up; whatever interrupts it is thrown in."""
-
-    faults: bool = False
-    interruptible: bool = False
-
-    def life(self, name: int, process: Process, log: list[tuple[int, Grant]], barging: float) -> Steps[None]:
-        """`barging` says how often it asks for the key with `fair=False`."""
-        site, holding, chance = process.site, process.holding, self.chance
-        for _ in range(5):
-            fair = int(chance.random() >= barging)
-            request = wish(ttl=2 * HOUR, fair=fair, flow=str(name), starts_on_place_lease=chance.random() < 0.8)
-            timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
-            self.interruptible = self.faults
-            try:
-                found = yield from acquiring.acquire(
-                    Attempt(site, request, timeout, lambda: process, held_in_process=bool(holding))
-                )
-            except (Interrupted, LockStoreError):
-                continue
-            finally:
-                self.interruptible = False
-            if not isinstance(found, Grant):
-                continue
-            holding.add(name)
-            log.append((name, found))
-            if chance.random() < 0.7:
-                yield Sleep(NO_STORE, chance.choice((0.001, 0.05, 0.3)))
-            holding.remove(name)
-            self.interruptible = self.faults
-            try:
-                assert (yield from handover.pass_on(site, found))
-            except (Interrupted, LockStoreError):
-                pass
-            finally:
-                self.interruptible = False
-            if chance.random() < 0.5:
-                yield Sleep(NO_STORE, chance.choice((0.001, 0.1)))
-
-    def run(self) -> None:
-        """One step further: a statement begins, takes effect, is answered or broken off, or its answer is lost."""
-        if self.under_way is not None:
-            fate = self.chance.random() if self.faults else 1.0
-            lost = fate < 0.06 and self.interruptible
-            if fate > 0.03 or not lost:
-                self.arrive()
-            self.under_way = None
-            self.error = StoreUnanswered("cut off") if lost else None
-            return
-        if self.interruptible and self.error is None and self.chance.random() < 0.02:
-            self.error, self.interruptible = Interrupted(), False  # to interrupt the clean-up costs the ttl
-        super().run()
-
-
-def schedule(
-    seed: int,
-    houses: tuple[int, ...] = (3, 2),
-    *,
-    faults: bool = False,
-    barging: float = 0.0,
-) -> tuple[World, list[tuple[int, Grant]]]:
-    """Run flows of several processes to their end in a random order."""
-    random.seed(seed)  # for the jitter of pauses
-    chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
-    numbers = itertools.count()
-    processes = [Process(world) for _ in houses]
-    crowd = list[Flow]()
-    for process, size in zip(processes, houses, strict=True):
-        for _ in range(size):
-            crowd.append(flow := Flow(world, chance, faults=faults))
-            flow.steps = flow.life(next(numbers), process, log, barging)
-
-    def check() -> None:
-        assert sum(len(process.holding) for process in processes) <= 1
-
-    to_the_end(crowd, HOUR / 2, check)
-    assert all(process.nobody() for process in processes), f"somebody is still in a local queue: {seed}"
-    return world, log
-
-
-@pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody polls before an hour has passed; and places last longer."""
-    timed(
-        monkeypatch,
-        local_handover_wait=HOUR,
-        poll_notified=HOUR,
-        waiter_ttl=10 * HOUR,
-    )
-    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
-
-
-@pytest.mark.usefixtures("deaf")
-def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes with several flows each: all are served, most by a hand-over inside the process."""
-    turns, overtaken = 0, list[int]()
-    monkeypatch.setattr(handover, "MOST_LOCAL", 3)
-    for seed in range(300):
-        world, log = schedule(seed)
-        assert len(log) == 25
-        turns += sum(grant.local_handovers > 0 for _, grant in log)
-        overtaken.append(world.overtaken)
-        assert not world.waiters
-        assert world.rows["k"]["owner"] is None
-        assert world.rows["k"]["last"] == world.rows["k"]["served"]
-    assert turns > 1000
-    assert max(overtaken) == 3, "no more often in a row, while others wait"
-
-
-@pytest.mark.usefixtures("deaf")
-def test_unfair_flows_between_those_of_a_local_queue() -> None:
-    """They take the key between those of a local queue, each of whom still gets it, one at a time."""
-    for seed in range(300):
-        world, log = schedule(seed, barging=0.4)
-        assert len(log) == 25
-        assert not world.waiters
-        assert world.rows["k"]["owner"] is None
-
-
-@pytest.mark.timeout(300)
-def test_whatever_goes_wrong_nothing_is_left() -> None:
-    """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a local queue.
-
-    A grant whose answer was lost may last for as long as the place in the queue did.
-    """
-    free = 0
-    for seed in range(600):
-        world, _ = schedule(seed, faults=True, barging=0.0 if seed % 2 else 0.3)
-        row = world.rows["k"]
-        assert row["owner"] is None or row["expires_at"] <= world.time + timing.DEFAULT.waiter_ttl, seed
-        free += row["owner"] is None
-    assert free > 540, free
 
 
 def begun(world: World, steps: Steps[Any], name: str) -> Execute:
@@ -248,6 +107,89 @@ def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
     assert process.nobody()
 
 
+def test_what_comes_too_late_is_given_back() -> None:
+    """Reading who has the key took longer than the lease that it was handed meanwhile."""
+    world, process, tenure, heir = holder_and_heir()
+    world.time += 0.046
+    look = begun(world, heir, "inspect")
+    assert play(world, given(process, tenure), {}) is True
+    assert world.rows["k"]["owner"] not in {"o", None}
+    world.time += 29.5
+    assert not isinstance(play(world, heir, {}, world.execute(look)), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
+def test_a_hand_over_that_arrives_late_is_found_too() -> None:
+    """The heir has asked what became of it, and waits in the queue under the token of that offer."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    join = begun(world, heir, "join")
+    assert world.rows["k"]["owner"] == "o"
+    answer = world.execute(relay)
+    grant = play(world, heir, {}, world.execute(join))
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert play(world, holder, {}, answer) is True, "and it is not given back when the holder learns the same"
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert not world.waiters
+    assert process.nobody()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
+    """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    join = begun(world, heir, "join")
+    joined = world.execute(join)
+    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
+    begun(world, other, "wait")
+    answer = world.execute(relay)
+    if told:
+        assert play(world, holder, {}, answer) is True
+    grant = play(world, heir, {}, joined)
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert play(world, given(process, grant.tenure), {}) is True
+    found = play(world, other, {})
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == found.tenure[1:]
+    assert not world.waiters
+    assert process.nobody()
+
+
+def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
+    """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    assert not isinstance(play(world, heir, {}), Grant)
+    step = holder.throw(StoreUnanswered("cut"))
+    while not (isinstance(step, Execute) and step.statement.name == "release"):
+        step = holder.send(world.execute(step) if isinstance(step, Execute) else None)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, world.execute(step)) is True
+    assert world.rows["k"]["owner"] is None
+
+
+@pytest.mark.parametrize("first", ["heir", "answer"])
+def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
+    """The last of the two that gives up checks what the other may have left behind."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    if first == "heir":
+        assert not isinstance(play(world, heir, {}), Grant)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, error=StoreUnanswered("cut")) is True
+    if first == "answer":
+        assert not isinstance(play(world, heir, {}), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
 @pytest.mark.parametrize(
     ("starts_on_place_lease", "held_for", "lasts"),
     [(True, 0.5, 3.5), (True, 1.1, 4.0), (False, 0.5, 4.0)],
@@ -306,57 +248,6 @@ def test_a_hand_over_of_which_nothing_is_known(outage: float) -> None:
     assert process.nobody()
 
 
-def test_a_hand_over_that_arrives_late_is_found_too() -> None:
-    """The heir has asked what became of it, and waits in the queue under the token of that offer."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    join = begun(world, heir, "join")
-    assert world.rows["k"]["owner"] == "o"
-    answer = world.execute(relay)
-    grant = play(world, heir, {}, world.execute(join))
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert play(world, holder, {}, answer) is True, "and it is not given back when the holder learns the same"
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert not world.waiters
-    assert process.nobody()
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
-    """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    join = begun(world, heir, "join")
-    joined = world.execute(join)
-    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
-    begun(world, other, "wait")
-    answer = world.execute(relay)
-    if told:
-        assert play(world, holder, {}, answer) is True
-    grant = play(world, heir, {}, joined)
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert play(world, given(process, grant.tenure), {}) is True
-    found = play(world, other, {})
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == found.tenure[1:]
-    assert not world.waiters
-    assert process.nobody()
-
-
-def test_a_holder_that_hangs_keeps_its_local_queue_no_longer_than_its_lease() -> None:
-    """A waiter that is offered the key and then told nothing asks itself, and has it when the holder's lease ends."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    grant = play(world, heir, {})
-    assert isinstance(grant, Grant)
-    assert 30 < world.time - 1000 < 31
-    assert play(world, holder, {}, world.execute(relay)) is False
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert process.nobody()
-
-
 def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
     """The heir may have the tenure: it gives it back."""
     world, process, tenure, heir = holder_and_heir(300)
@@ -366,19 +257,6 @@ def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
         play(world, heir, {("accept", 0): raising(KeyboardInterrupt())})
     assert world.rows["k"]["owner"] is None
     assert play(world, holder, {}, answer) is True
-    assert process.nobody()
-
-
-def test_what_comes_too_late_is_given_back() -> None:
-    """Reading who has the key took longer than the lease that it was handed meanwhile."""
-    world, process, tenure, heir = holder_and_heir()
-    world.time += 0.046
-    look = begun(world, heir, "inspect")
-    assert play(world, given(process, tenure), {}) is True
-    assert world.rows["k"]["owner"] not in {"o", None}
-    world.time += 29.5
-    assert not isinstance(play(world, heir, {}, world.execute(look)), Grant)
-    assert world.rows["k"]["owner"] is None
     assert process.nobody()
 
 
@@ -392,24 +270,6 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
     begun(world, second, "wait")
     return world, process, Tenure("k", "o", fence), first, second
-
-
-def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
-    """A flow was handed the key while it stood in the queue. Who took its place over when the tenure has ended would
-    take that tenure for one that nobody has."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    joined = world.execute(begun(world, heir, "join"))
-    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
-    begun(world, other, "wait")
-    assert play(world, holder, {}, world.execute(relay)) is True
-    grant = play(world, heir, {}, joined)
-    process.holding.add(1)
-    world.time += timing.DEFAULT.waiter_ttl + 1
-    _ = world.execute(begun(world, other, "join"))
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    other.close()
 
 
 def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
@@ -432,6 +292,40 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     grant = play(world, heir, {}, world.execute(cast("Execute", leaving)))
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
     assert process.nobody()
+
+
+def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:
+    """The key came as the waiter timed out: the next flow of its process finds no place, and polls."""
+    world, process, tenure, first, second = two_that_ask(1.0)
+    world.time += 1
+    with pytest.raises(StopIteration):
+        first.send(world.execute(begun(world, first, "inspect")))
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert world.rows["k"]["owner"].startswith("first")
+    grant = play(world, second, {})
+    assert isinstance(grant, Grant)
+    assert world.rows["k"]["owner"].startswith("second")
+    assert world.time < 1005
+    assert not world.waiters
+    assert process.nobody()
+
+
+def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
+    """A flow was handed the key while it stood in the queue. Who took its place over when the tenure has ended would
+    take that tenure for one that nobody has."""
+    world, process, tenure, heir = holder_and_heir(300)
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    joined = world.execute(begun(world, heir, "join"))
+    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
+    begun(world, other, "wait")
+    assert play(world, holder, {}, world.execute(relay)) is True
+    grant = play(world, heir, {}, joined)
+    process.holding.add(1)
+    world.time += timing.DEFAULT.waiter_ttl + 1
+    _ = world.execute(begun(world, other, "join"))
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    other.close()
 
 
 @pytest.mark.parametrize("how", ["time", "interrupt"])
@@ -457,76 +351,6 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     rival.close()
 
 
-def test_who_adopts_a_place_waits_for_no_offer() -> None:
-    """It goes on at once, since no holder of its process offers it the key, whatever the local queue expects."""
-    world, process, _, first, second = two_that_ask(1.0)
-    world.time += 1
-    process.site.local_queues["k"].expect_handover()
-    assert not isinstance(play(world, first, {}), Grant)
-    given_up = world.time
-    assert process.site.local_queues["k"].handover_expected_until > given_up
-    _ = begun(world, second, "adopt_place")
-    assert world.time == given_up
-    second.close()
-
-
-def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
-    """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
-    world, process, tenure, heir = holder_and_heir()
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    world.time += 0.5
-    assert not isinstance(play(world, heir, {}), Grant)
-    step = holder.throw(StoreUnanswered("cut"))
-    while not (isinstance(step, Execute) and step.statement.name == "release"):
-        step = holder.send(world.execute(step) if isinstance(step, Execute) else None)
-    _ = world.execute(relay)
-    assert play(world, holder, {}, world.execute(step)) is True
-    assert world.rows["k"]["owner"] is None
-
-
-@pytest.mark.parametrize("first", ["heir", "answer"])
-def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
-    """The last of the two that gives up checks what the other may have left behind."""
-    world, process, tenure, heir = holder_and_heir()
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    world.time += 0.5
-    if first == "heir":
-        assert not isinstance(play(world, heir, {}), Grant)
-    _ = world.execute(relay)
-    assert play(world, holder, {}, error=StoreUnanswered("cut")) is True
-    if first == "answer":
-        assert not isinstance(play(world, heir, {}), Grant)
-    assert world.rows["k"]["owner"] is None
-    assert process.nobody()
-
-
-def test_a_place_for_which_there_is_only_one_that_does_not_answer() -> None:
-    """The next flow has not been seen for long: a waiter that gives up leaves the database's queue itself."""
-    world, process, _, first, second = two_that_ask(9.0)
-    local_queue = process.site.local_queues.get("k")
-    assert local_queue is not None
-    list(local_queue._waiters)[1].seen = -math.inf
-    world.time += 4.0
-    assert not isinstance(play(world, first, {("queue_status", 0): standing_for(world, 5.0)}), Grant)
-    second.close()
-    assert not world.waiters
-    assert process.nobody()
-
-
-def standing_for(world: World, seconds: float) -> Callable[[Execute], Rows]:
-    """As a watchdog keeps the places; and time passes."""
-
-    def look(step: Execute) -> Rows:
-        world.time += seconds
-        for place in world.waiters.values():
-            place["expires_at"] = world.time + 5.0
-        return world.execute(step)
-
-    return look
-
-
 @pytest.mark.parametrize("executed", [True, False])
 def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
     """The place is given up under both tokens, and nobody is granted the key there."""
@@ -544,22 +368,6 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
     assert play(world, handover.free(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("second")
     assert isinstance(play(world, second, {}, joined), Grant)
-    assert process.nobody()
-
-
-def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:
-    """The key came as the waiter timed out: the next flow of its process finds no place, and polls."""
-    world, process, tenure, first, second = two_that_ask(1.0)
-    world.time += 1
-    with pytest.raises(StopIteration):
-        first.send(world.execute(begun(world, first, "inspect")))
-    assert play(world, handover.free(world.site(), Grant(tenure)), {})
-    assert world.rows["k"]["owner"].startswith("first")
-    grant = play(world, second, {})
-    assert isinstance(grant, Grant)
-    assert world.rows["k"]["owner"].startswith("second")
-    assert world.time < 1005
-    assert not world.waiters
     assert process.nobody()
 
 
@@ -607,137 +415,3 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_queueing(stuck) == 0
     stuck.leave()
     assert not site.local_queues
-
-
-def test_what_is_no_move() -> None:
-    """A stage that cannot follow raises, as a defect; a flow that has left is told nothing, and leaves once."""
-    _, [waiter] = in_local_queue(World(), 1)
-    local_queue, owner = waiter.local_queue, waiter.owner
-    assert local_queue.begin_queueing(waiter) is Stage.WAITING
-    with pytest.raises(RuntimeError, match="from QUEUED to OFFERED"):
-        waiter.move(Stage.OFFERED)
-    for _ in range(2):
-        local_queue.leave(waiter)
-        assert (waiter.stage, waiter.given_up) == (Stage.OUTSIDE, (owner,))
-    for stage in set(Stage) - {Stage.TAKING, Stage.WAITING}:
-        with pytest.raises(RuntimeError, match="from OUTSIDE"):
-            waiter.move(stage)
-    assert not local_queue.confirm(waiter, Grant(Tenure("k", owner, 1), 0.0, 1.0))
-
-
-def trying(world: World, process: Process) -> tuple[Steps[Any], Execute, Steps[Any]]:
-    """A flow whose take is under way, and another one that came meanwhile, sends nothing and waits behind it."""
-    first = acquiring.acquire(Attempt(process.site, wish(flow="first"), 300, lambda: process))
-    take = begun(world, first, "take")
-    second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
-    assert isinstance(second.send(None), Wait)
-    return first, take, second
-
-
-@pytest.mark.parametrize("free", [True, False])
-def test_one_of_those_that_come_at_once_tries(free: bool) -> None:
-    """The others wait behind it: for a hand-over if it gets the key, else for its turns in the database's queue."""
-    world = World()
-    process = Process(world)
-    tenure = Tenure("k", "o", world._begin(None, wish().parameters("o"))[0][0])
-    if free:
-        _ = world._release({**tenure._asdict(), "count": 1})
-    first, take, second = trying(world, process)
-    answer = world.execute(take)
-    if not free:
-        assert not answer
-        _ = begun(world, first, "join")
-        waiting = process.site.local_queues["k"]._waiters
-        assert [waiter.owner[:5] for waiter in waiting] == ["first", "secon"]
-        first.close()
-        second.close()
-    else:
-        grant = play(world, first, {}, answer)
-        process.holding.add(0)
-        assert isinstance(second.send(None), Wait), "it waits for an offer"
-        assert play(world, given(process, grant.tenure), {}) is True
-        assert play(world, second, {}).local_handovers == 1
-    assert process.nobody()
-
-
-def test_one_that_tries_for_long_keeps_nobody() -> None:
-    """A take without an answer: the next goes on after a moment, and the flow that tried waits behind it."""
-    world = World()
-    process = Process(world)
-    _ = world._begin(None, wish().parameters("o"))
-    first, take, second = trying(world, process)
-    world.time += 1.1
-    join = second.send(None)
-    assert isinstance(join, Execute)
-    assert join.statement.name == "join"
-    look = first.send(world.execute(take))
-    assert isinstance(first.send(world.execute(cast("Execute", look))), Wait)
-    assert [waiter.owner[:5] for waiter in process.site.local_queues["k"]._waiters] == ["secon", "first"]
-    first.close()
-    second.close()
-    assert process.nobody()
-
-
-@pytest.mark.parametrize("time", [0.0, 1e9])
-def test_a_local_queue_goes_by_the_clock_of_its_database(time: float) -> None:
-    """However far that is from any other clock of the process: how long the machine has run must not matter."""
-    world = World(time=time)
-    site, [waiter] = in_local_queue(world, 1)
-    local_queue = waiter.local_queue
-    assert local_queue.offer() is waiter
-    local_queue.retract(waiter)
-    world.time += timing.DEFAULT.unresponsive_after
-    assert local_queue.offer() is None
-    assert not site.local_queues
-
-
-def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
-    """The waiters come again, and are served in the order in which they do."""
-    world = World()
-    site, (one, other) = in_local_queue(world, 2)
-    local_queue = one.local_queue
-    world.time += timing.DEFAULT.unresponsive_after + 1
-    assert local_queue.offer() is None
-    assert not site.local_queues
-    assert local_queue.until_queueing(other) == 0
-    assert local_queue.until_queueing(one) > 0
-    for waiter in (other, one):
-        waiter.leave()
-    assert not site.local_queues
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_on_the_way_in_leaves_nobody_behind(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler raises just before or after the flow has come to stand in the local queue."""
-    world, process, _, heir = holder_and_heir()
-    add = LocalQueue.add
-
-    def breaking(self: LocalQueue, waiter: Attempt, stage: Stage) -> None:
-        if when == "after":
-            add(self, waiter, stage)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalQueue, "add", breaking)
-    with pytest.raises(KeyboardInterrupt):
-        play(world, acquiring.acquire(Attempt(process.site, wish(), 9.0, lambda: process, held_in_process=True)), {})
-    heir.close()
-    assert process.nobody()
-
-
-def test_a_waiter_among_many_costs_as_much_as_among_few() -> None:
-    """Each looks every other second whether it is the first: in a list, ten thousand would compare 10^8 times."""
-
-    def seconds(many: int) -> float:
-        world = World()
-        process = Process(world)
-        flows = [
-            acquiring.acquire(Attempt(process.site, wish(flow=f"{n}"), 300, lambda: process, held_in_process=True))
-            for n in range(many)
-        ]
-        for flow in flows:
-            _ = flow.send(None)
-        local_queue = process.site.local_queues["k"]
-        last = list(local_queue._waiters)[-1]
-        return min(timeit.repeat(lambda: local_queue.until_queueing(last), number=20, repeat=20))
-
-    assert seconds(4_000) < 8 * seconds(100)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dblock.core.wakeup.local_socket import KEPT, LocalSocket, LocalSockets
-from dblock.core.wakeup.registry import MOST, Message, Wakeup, Wakeups
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.lab import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
@@ -104,71 +102,6 @@ def test_a_flow_that_waits_at_a_socket_is_woken(
     assert not wakeup.consume()
 
 
-@pytest.mark.parametrize("junk", ["", "junk", MESSAGE._replace(ticket=6).text(), MESSAGE._replace(key="j").text()])
-def test_a_flow_that_is_sent_too_much_leaves_its_socket(
-    wakeups: Wakeups,
-    sockets: LocalSockets,
-    others: LocalSockets,
-    waits: Callable[[Wakeup], None],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    junk: str,
-) -> None:
-    """It reads a bounded number of datagrams, and is still woken by flows of its process; nobody is lent its socket."""
-    reads, receive = list[str | None](), LocalSocket.receive
-
-    def count(self: LocalSocket, seconds: float) -> str | None:
-        reads.append(receive(self, seconds))
-        return reads[-1]
-
-    monkeypatch.setattr(LocalSocket, "receive", count)
-    wakeup, socket = Wakeup(), lent(sockets)
-    wakeup.socket = socket
-    wakeups.register("k", 7, wakeup)
-    flow = waiting(wakeup, waits)
-    tried = 0
-    while others.notify(socket.channel, junk) or not wakeup.flooded:
-        tried += 1
-        assert tried < 1_000_000
-    assert len(reads) == MOST + 1
-    assert flow.is_alive()
-    assert until(lambda: socket.fileno() == -1, 5), "which it closes next"
-    wakeup.notify()
-    flow.join(5)
-    assert not flow.is_alive()
-    sockets.take_back(socket)
-    assert lent(sockets).channel != socket.channel
-
-
-def test_a_flow_may_be_called_often_over_time(
-    sockets: LocalSockets, others: LocalSockets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What counts are the datagrams of a second."""
-    now = [100.0]
-    monkeypatch.setattr("dblock.core.clock.now", lambda: now[0])
-    wakeup, socket = Wakeup(), lent(sockets)
-    wakeup.socket = socket
-    for _ in range(5 * MOST):
-        assert others.notify(socket.channel, "junk")
-        wakeup._receive(socket, 1.0)
-        now[0] += 1.01 / MOST
-    assert not wakeup.flooded
-
-
-@pytest.mark.parametrize("at_socket", [True, False])
-def test_what_comes_before_the_wait_ends_it(
-    sockets: LocalSockets, waits: Callable[[Wakeup], None], *, at_socket: bool
-) -> None:
-    """The notifier does not know whether the flow waits already."""
-    wakeup = Wakeup()
-    if at_socket:
-        wakeup.socket = lent(sockets)
-    for _ in range(3):
-        wakeup.notify()
-        waits(wakeup)
-        assert wakeup.consume()
-
-
 def test_the_next_flow_at_a_socket_reads_no_earlier_datagram(sockets: LocalSockets) -> None:
     """They are kept for the next flow, a few of them."""
     several = [lent(sockets) for _ in range(KEPT + 2)]
@@ -181,15 +114,6 @@ def test_the_next_flow_at_a_socket_reads_no_earlier_datagram(sockets: LocalSocke
     assert again.receive(0.0) is None
     assert len(sockets._idle) == KEPT - 1
     assert sum(each.fileno() < 0 for each in several) == 2, "the garbage collector finds nothing unclosed"
-
-
-def test_nobody_is_called_where_nobody_is(sockets: LocalSockets, others: LocalSockets) -> None:
-    """Then the database notifies, where it can."""
-    channel = lent(others).channel
-    others.close()
-    assert not sockets.notify(channel, MESSAGE.text())
-    assert not sockets.notify("dblock_elsewhere_1", MESSAGE.text())
-    assert others.lend() is None
 
 
 def test_no_descriptor_is_left(sockets: LocalSockets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,42 +152,3 @@ def test_a_fork_leaves_the_names_to_the_parent(sockets: LocalSockets) -> None:
     os.waitpid(child, 0)
     for descriptor in (reads, writes, ends, end):
         os.close(descriptor)
-
-
-def test_somebody_closes_every_descriptor(sockets: LocalSockets) -> None:
-    """A thread waits on without its socket, in no hurry; the next that waits has another one."""
-    wakeup, socket, idle = Wakeup(), lent(sockets), lent(sockets)
-    wakeup.socket = socket
-    sockets.take_back(idle)
-    for each in (socket, idle):
-        os.close(each.fileno())
-    began = time.process_time()
-    flow = waiting(wakeup, in_thread)
-    assert time.process_time() < began + 0.05
-    wakeup.notify()
-    flow.join(5)
-    assert not flow.is_alive()
-    assert socket.fileno() < 0
-    os.close((unseen := lent(sockets)).fileno())
-    unseen.close()
-    other = lent(sockets)
-    assert other is not idle
-    assert sockets.notify(other.channel, MESSAGE.text())
-    assert other.receive(1.0) == MESSAGE.text()
-
-
-def test_threads_that_begin_at_once_share_the_socket_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is made, so that none is left to be collected."""
-    sockets, made = LocalSockets(lambda _: None), list[socket.socket]()
-
-    def slow(*arguments: int) -> socket.socket:
-        time.sleep(0.05)
-        made.append(socket_class(*arguments))
-        return made[-1]
-
-    socket_class = socket.socket
-    monkeypatch.setattr(socket, "socket", slow)
-    with ThreadPoolExecutor(4) as pool:
-        _ = list(pool.map(lambda _: sockets.notify(sockets.channel, ""), range(4)))
-    assert len(made) == 1
-    sockets.close()

@@ -1,258 +1,25 @@
-"""The protocol as data: random schedules of several workers over a model of the table, without threads or servers.
-
-Workers are generators; a seeded scheduler decides who runs next, lets time pass, loses answers, breaks statements off
-before or after they took effect, and deletes rows. What must hold is checked after every step.
-"""
+"""The protocol as data: single faults of taking a key. All orders of steps: `tests.core.test_small_worlds`."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from dblock.core import timing, values
-from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.request import Refused, Request
+from dblock.core.acquire import acquiring
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import (
-    LockError,
-    LockStoreError,
-    PoolExhausted,
-    StoreConflict,
-    StoreReadOnly,
-    StoreUnanswered,
-    StoreUnreachable,
-)
-from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import Database, send
+from dblock.core.errors import PoolExhausted, StoreUnanswered
+from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect
-from dblock.core.values import Grant, Tenure, margin
-from tests.support.model import Interrupted, Scheduled, World, lost_after, play, raising, wish
-from tests.support.steps import NO_STORE, no_store
-
-
-@dataclass
-class Worker(Scheduled):
-    """One flow that takes, holds, perhaps extends, and releases, over and over."""
-
-    believes: Grant | None = None
-    late: list[Execute] = field(default_factory=list)
-    """Statements that were sent on a broken connection and may yet arrive."""
-
-    def life(self) -> Steps[None]:
-        site = self.world.site()
-        database = site.database
-        while True:
-            key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            request = wish(key, ttl, fair=int(self.chance.random() < 0.9))
-            found = yield from acquiring.acquire(Attempt(site, request, self.chance.choice((0.0, 1.0, 5.0))))
-            if not isinstance(found, Grant):
-                continue
-            self.believes = found
-            yield Sleep(NO_STORE, self.chance.choice((0.0, 0.3, 3.0)))
-            if self.chance.random() < 0.3 and self.trusts():
-                extended = yield from tenures.extend(database, found.tenure, ttl)
-                self.believes = extended
-            if self.chance.random() < 0.3 and self.believes and self.trusts():
-                lease = (found.tenure, ttl)
-                sent, alive = yield from tenures.renew(database, [lease], database.now() + 0.1)
-                if (alive is None or alive) and self.trusts():
-                    until = max(self.believes.trusted_until, Grant(found.tenure, sent, ttl).trusted_until)
-                    self.believes = Grant(found.tenure, until - ttl + margin(ttl), ttl)
-            if self.chance.random() < 0.3 and self.trusts():
-                again = yield from tenures.set_count(database, found.tenure, 2, ttl, ttl)
-                if again:
-                    _ = yield from tenures.set_count(database, found.tenure, 1)
-            self.believes = None
-            _ = yield from handover.release(site, found)
-
-    def trusts(self) -> bool:
-        return self.believes is not None and self.world.time < self.believes.trusted_until
-
-    def run(self) -> None:
-        """Do one step, or have it fail."""
-        self.arrive()
-        if self.steps is None:
-            self.believes, self.steps, self.reply, self.error = None, self.life(), None, None
-        try:
-            step = self.go_on()
-        except (LockError, Interrupted):
-            self.steps = self.believes = None  # as if the caller had handled it
-            return
-        fate = self.chance.random()
-        if not isinstance(step, Execute):
-            if fate < 0.05:
-                self.error = Interrupted()
-        elif fate < 0.04:
-            self.error = StoreConflict()
-        elif fate < 0.10:  # lost on the way: before, after, or long before it takes effect
-            moment = self.chance.choice(("never", "now", "later"))
-            if moment == "now":
-                _ = self.world.execute(step)
-            elif moment == "later":
-                self.late.append(step)
-            self.error = self.chance.choice((StoreUnanswered, Interrupted))()
-        elif fate < 0.30:
-            self.under_way = step, self.world.snapshot()
-        else:
-            self.reply = self.world.execute(step)
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_random_schedules(seed: int) -> None:
-    """No two workers trust a grant of one key at a time, fences increase, and nothing stays held for ever."""
-    chance = random.Random(seed)
-    world = World(dialect=DIALECTS[("postgresql", "mysql")[seed % 2]])
-    workers = [Worker(world, chance) for _ in range(4)]
-    for _ in range(400):
-        ready = [worker for worker in workers if worker.ready()]
-        if ready:
-            chance.choice(ready).run()
-        event = chance.random()
-        if event < 0.5 or not ready:
-            world.time += chance.choice((1e-6, 0.001, 0.02, 0.5))
-        elif event < 0.52:
-            late = chance.choice(workers).late
-            if late:
-                _ = world.execute(late.pop(0))
-        elif event < 0.53:
-            stale = [key for key, row in world.rows.items() if row["expires_at"] < world.time]
-            if stale:
-                del world.rows[chance.choice(stale)]
-        for key in "ab":
-            trusting = [worker for worker in workers if worker.trusts() and _key(worker) == key]
-            assert len(trusting) <= 1, f"{len(trusting)} workers trust {key!r}"
-            for worker in trusting:
-                assert _shown(world, worker), "a worker trusts a lease that its row does not show"
-    assert len(world.granted["a"] + world.granted["b"]) > 5
-    world.time += 20  # longer than any ttl
-    for row in world.rows.values():
-        assert row["owner"] is None or row["expires_at"] <= world.time
-    for worker in workers:
-        if worker.steps is not None:
-            worker.steps.close()
-
-
-@pytest.mark.parametrize("broken", ["take", "release", "trust", "adopt"])
-def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A protocol with one guard removed fails the schedules above: they can fail."""
-    if broken == "take":
-        original_take = World._take
-
-        def take(self: World, p: dict[str, Any]) -> Rows:
-            row = self.rows.get(p["key"])
-            if row is not None:
-                row["expires_at"] = min(row["expires_at"], self.time + 0.4)
-            return original_take(self, p)
-
-        monkeypatch.setattr(World, "_take", take)
-    elif broken == "release":
-        monkeypatch.setattr(World, "_tenure", lambda self, p: self.rows.get(p["key"]))
-    elif broken == "trust":
-        monkeypatch.setattr(values, "margin", lambda _: -1.0)
-    else:
-        monkeypatch.setattr(Request, "new_owner", lambda _: "everybody")
-    with pytest.raises(AssertionError):
-        for seed in range(300):
-            test_random_schedules(seed)
-
-
-def _key(worker: Worker) -> str:
-    assert worker.believes is not None
-    return worker.believes.tenure.key
-
-
-def _shown(world: World, worker: Worker) -> bool:
-    assert worker.believes is not None
-    tenure = worker.believes.tenure
-    row = world.rows.get(tenure.key)
-    return row is not None and (row["owner"], row["fence"]) == (tenure.owner, tenure.fence)
-
-
-# -- single faults, one at a time
+from dblock.core.values import Grant
+from tests.support.model import World, play, wish
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
     return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl), timeout))
-
-
-def test_a_take_whose_answer_was_lost_is_found_again() -> None:
-    """The row shows our token: the grant is ours, trusted from the first sending."""
-    world = World()
-    begun = world.time
-    grant = play(world, acquire(world), {("create", 0): lost_after(world)})
-    assert isinstance(grant, Grant)
-    assert grant.tenure == Tenure("k", world.rows["k"]["owner"], world.rows["k"]["fence"])
-    assert grant.trusted_until <= begun + 0.001 + 30 - margin(30)
-
-
-def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
-    """So that the first one, should it arrive after all, is a stranger's."""
-    world = World()
-    sent: list[str] = []
-
-    def lost(step: Execute) -> Rows:
-        sent.append(str(step.parameters["owner"]))
-        raise StoreUnanswered
-
-    grant = play(world, acquire(world), {("take", 0): lost})
-    assert isinstance(grant, Grant)
-    assert grant.tenure.owner not in sent
-
-
-def test_an_interrupted_take_is_given_back() -> None:
-    """It took effect, and the interrupt came before the answer."""
-    world = World()
-
-    def interrupted(step: Execute) -> Rows:
-        _ = world.execute(step)
-        raise Interrupted
-
-    with pytest.raises(Interrupted):
-        play(world, acquire(world), {("create", 0): interrupted})
-    assert world.rows["k"]["owner"] is None
-
-
-def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
-    """As does the end of an inner block."""
-    world = World()
-    grant = play(world, acquire(world), {})
-    database = world.database()
-    for fault in (lost_after(world), raising(StoreUnanswered("cut"))):
-        for count in (2, 1):
-            steps = tenures.set_count(database, grant.tenure, count, 30, 30)
-            assert play(world, steps, {("set_count", 0): fault}) is not None
-            assert world.rows["k"]["count"] == count
-
-
-@pytest.mark.parametrize("statement", ["take", "create", "inspect", "set_count", "extend", "release"])
-def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
-    """A few times they pass unseen; for ever they become one typed error, in bounded time."""
-    for times in (3, 10**6):
-        world = World()
-        faults = {(statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))}
-        start = world.time
-
-        def story(world: World = world) -> Steps[None]:
-            grant = yield from acquire(world, 1.0)
-            database = world.database()
-            _ = yield from tenures.set_count(database, grant.tenure, 2)
-            _ = yield from tenures.extend(database, grant.tenure, 30)
-            _ = yield from tenures.release(database, grant.tenure)
-
-        if times == 3:
-            play(world, story(), faults)
-            assert world.rows["k"]["owner"] is None
-        else:
-            with pytest.raises(LockStoreError):
-                play(world, story(), faults)
-            assert world.time - start < 2 * timing.DEFAULT.retry_budget + 2
 
 
 @pytest.mark.parametrize("statement", ["take", "renew", "release"])
@@ -280,59 +47,6 @@ def test_a_grant_that_comes_too_late_is_no_grant() -> None:
     assert len(world.granted["k"]) == 3
 
 
-def test_a_waiter_neither_overshoots_nor_writes() -> None:
-    """It looks until the holder's lease ends, writes only then, and never after its timeout."""
-    world = World()
-    play(world, acquire(world, ttl=3.0), {})
-    takes: list[float] = []
-
-    def note(step: Execute) -> Rows:
-        takes.append(world.time)
-        return world.execute(step)
-
-    start = world.time
-    found = play(world, acquire(world, 2.0), {("take", number): note for number in range(100)})
-    assert not isinstance(found, Grant)
-    assert len(takes) == 1
-    assert 2.0 <= world.time - start < 2.05
-    found = play(world, acquire(world, 60.0), {("take", number): note for number in range(100)})
-    assert isinstance(found, Grant)
-    assert len(takes) <= 4
-    assert world.time - start < 3.1
-
-
-def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
-    """The waiter goes on when the database is back, within its timeout."""
-    world = World()
-    play(world, acquire(world, ttl=30.0), {})
-    faults = {("inspect", number): raising(StoreUnreachable("cannot connect")) for number in range(2, 60)}
-    assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
-
-
-@pytest.mark.parametrize("error", [StoreReadOnly, StoreUnreachable, StoreConflict])
-def test_a_refusal_for_good_is_no_missing_answer(error: type[LockStoreError]) -> None:
-    """No writes or no connections are an outage, though the last answer is missing; a deadlock is work of others."""
-    world = World()
-    site = world.site()
-    site.database.latency.answered = math.inf
-
-    def too_late(step: Execute) -> Rows:
-        world.time += 5.0
-        raise StoreUnanswered("late").because_late()
-
-    def refused(step: Execute) -> Rows:
-        raise error("no writes") from OSError("refused by the server")
-
-    faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 3): too_late, ("accept", 0): refused}
-    faults |= {("take", number): refused for number in range(3)}
-    steps = acquiring.acquire(Attempt(site, wish("k", 2.0), 2.0))
-    if error is not StoreConflict:
-        with pytest.raises(StoreUnanswered, match="before that: no writes"):
-            play(world, steps, faults)
-    else:
-        assert isinstance(play(world, steps, faults), Refused)
-
-
 @pytest.mark.parametrize(("seconds", "refused"), [(0.005, True), (0.1, False)])
 def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refused: bool) -> None:
     """The caller's time was up before a statement that was sent in its last milliseconds could be answered."""
@@ -349,33 +63,3 @@ def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refus
     else:
         with pytest.raises(StoreUnanswered, match="no answer"):
             play(world, steps, faults)
-
-
-def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The log tells it, where the caller waits for ever; a short one is not logged."""
-    for times, told in ((5, 0), (3000, 1)):
-        world = World()
-        faults = {("take", number): raising(StoreUnreachable("no route to host")) for number in range(times)}
-        play(world, acquire(world, None), faults)
-        begin, end = "nothing but a test cannot be used, trying again: no route to host", "can be used again, after"
-        messages = [record.getMessage() for record in caplog.records]
-        assert messages[:told] == [begin] * told
-        assert [end in message for message in messages[told:]] == [True] * told
-
-
-def test_the_owner_token_is_shown_by_nothing() -> None:
-    """It is a secret: with it one could pose as the holder."""
-    tenure = Tenure("k", "s3cret", 7)
-    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0, 1.0))):
-        assert "s3cret" not in text
-
-
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-def test_a_question_is_not_urgent(dialect: Dialect) -> None:
-    """Who only asks for a row stands in the line of connections; who is in the midst of an attempt goes before."""
-    priority = []
-    for steps in (tenures.inspect(Database(no_store, dialect), "k"), tenures.look(Database(no_store, dialect), "k")):
-        step = next(steps)
-        assert isinstance(step, Execute)
-        priority.append(step.statement.priority)
-    assert priority == [False, True]

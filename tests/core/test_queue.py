@@ -1,41 +1,31 @@
-"""The queue as data: random schedules in which nobody polls unless notified, and the order of service.
+"""The queue as data: circles of waiters, single faults, and what a waiter believes.
 
-In `World` a statement may begin, see the waiters of that moment, and get at the key's row only after others have
-changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
+All orders of steps are in `tests.core.test_small_worlds`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.protocol import queue, tenures
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
-from dblock.core.tokens import new_secret
-from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
-from tests.core.test_small_worlds import joins_silently
-from tests.support.lab import until
-from tests.support.model import Scheduled, World, lost_after, play, raising, to_the_end, wish
+from tests.support.model import World, lost_after, play, wish
 from tests.support.steps import NO_STORE
 
 KINDS = ("postgresql", "mysql")
@@ -53,117 +43,6 @@ class Called(Kept):
     """And the database calls whose turn it is."""
 
     notifications_ready = True
-
-
-@dataclass
-class Flow(Scheduled):
-    """One flow that takes the key some times; it may die anywhere, and wait for an hour unless it is called."""
-
-    name: int = 0
-    holding: bool = False
-
-    def life(self, log: list[tuple[int, int]], cycles: int) -> Steps[None]:
-        site = self.world.site()
-        for _ in range(cycles):
-            grant = yield from acquiring.acquire(Attempt(site, wish(ttl=2 * HOUR), None, Kept))
-            assert isinstance(grant, Grant)
-            self.holding = True
-            log.append((self.name, grant.ticket))
-            if self.chance.random() < 0.5:
-                yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
-            self.holding = False
-            assert (yield from handover.release(site, grant))
-            if self.chance.random() < 0.5:
-                yield Sleep(NO_STORE, self.chance.choice((0.001, 0.1)))
-
-
-def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[World, list[tuple[int, int]]]:
-    """Run flows to their end in a random order."""
-    chance, world, log = random.Random(seed), World(dialect=DIALECTS[kind]), list[tuple[int, int]]()
-    crowd = [Flow(world, chance, name=name) for name in range(flows)]
-    for flow in crowd:
-        flow.steps = flow.life(log, cycles)
-
-    def check() -> None:
-        assert sum(flow.holding for flow in crowd) <= 1
-
-    to_the_end(crowd, HOUR, check)
-    return world, log
-
-
-@pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody polls before an hour has passed; and places last longer."""
-    timed(monkeypatch, waiter_ttl=10 * HOUR, listen_after=10 * HOUR)
-    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("deaf")
-def test_no_wake_up_is_lost(kind: str) -> None:
-    """Whatever the order of statements, a waiter is notified, or sees the key free when it polls after joining."""
-    waited = 0
-    for seed in range(400):
-        world, log = schedule(seed, kind)
-        assert len(log) == 20
-        waited += sum(ticket > 0 for _, ticket in log)
-        assert not world.standing()
-        assert world.rows["k"]["owner"] is None
-        assert world.rows["k"]["last"] == world.rows["k"]["served"]
-    assert waited > 3000
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_is_that_of_the_tickets(kind: str) -> None:
-    """Nobody is served before somebody who has announced a lower ticket; and newcomers do not overtake waiters."""
-    for seed in range(200):
-        world, log = schedule(seed, kind)
-        in_order(world, log)
-
-
-@pytest.mark.parametrize("broken", ["announce", "queue_status", "release", "barge", "ring", "order"])
-@pytest.mark.usefixtures("deaf")
-def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one guard removed somebody is forgotten, or overtaken: the tests above can fail."""
-    take, seen = World._take, World._queue
-    if broken == "announce":  # the key's row does not say that there is a queue
-        joins_silently(monkeypatch.setattr)
-        monkeypatch.setattr(World, "_announce", lambda *_: [()])
-    elif broken == "queue_status":  # a waiter does not poll after joining
-
-        def look(database: Any, key: str, until: float, owner: str = "", ticket: int = 0) -> Any:
-            yield from ()
-            return queue.QueueStatus(False, HOUR, 1, ticket, 1, True)
-
-        monkeypatch.setattr(queue, "status", look)
-    elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
-
-        def release(site: Any, held: Grant) -> Any:
-            if held.ticket and (yield from handover.grant(site, held.tenure.key, held.ticket + 1, held)):
-                return True
-            left = yield from tenures.release(site.database, held.tenure)
-            if left.waiting and not held.ticket:
-                _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
-            return True
-
-        monkeypatch.setattr(handover, "release", release)
-    elif broken == "barge":
-        monkeypatch.setattr(World, "_take", lambda self, p: take(self, {**p, "fair": 0}))
-    elif broken == "order":
-        monkeypatch.setattr(World, "_queue", lambda *args: list(reversed(seen(*args))))
-    else:
-        monkeypatch.setattr(Wakeups, "notify", lambda *_: True)
-    with pytest.raises(AssertionError):
-        for kind in KINDS:
-            for seed in range(300):
-                in_order(*schedule(seed, kind))
-
-
-def in_order(world: World, log: list[tuple[int, int]]) -> None:
-    """Those who waited were served in the order of their tickets, and nobody else while somebody waited."""
-    served = [ticket for _, ticket in log if ticket]
-    assert served == sorted(served) == world.served.get("k", [])
-    assert not world.barged
 
 
 class Circles:
@@ -228,14 +107,6 @@ def test_only_the_youngest_of_a_circle_gives_way(seed: int) -> None:
     assert not Circles(("a", "k", 5, "a"), lost="a").told("a", seed), "what was lost ends by itself"
 
 
-@pytest.mark.parametrize("flow", "abc")
-@pytest.mark.parametrize("past", ["idle", "lost"])
-def test_what_a_flow_does_no_more_closes_no_circle(flow: str, past: str) -> None:
-    """The place of a wait that is over, or a tenure that it does not have: it does not confirm the circle."""
-    for seed in range(5):
-        assert not Circles(*CIRCLE, **{past: flow}).told("abc", seed)
-
-
 def test_a_circle_is_confirmed_as_a_whole() -> None:
     """What was said of one circle is not said of the next, of which one place or one tenure is another."""
     circles = Circles(*CIRCLE)
@@ -247,13 +118,6 @@ def test_a_circle_is_confirmed_as_a_whole() -> None:
     assert not circles.look("b"), "a has not looked since"
     _ = circles.look("a")
     assert circles.look("b") == ["k3", "k1", "k5", "k2"]
-
-
-def test_of_several_places_of_a_flow_the_newest_counts() -> None:
-    """The others could not be deleted."""
-    left_over = Circles(("a", "k9", 2, "z"), *CIRCLE)
-    assert list(left_over.told("abc")) == ["b"]
-    assert not Circles(*CIRCLE, ("a", "k9", 11, "z")).told("bc")
 
 
 # -- single faults, one at a time
@@ -275,25 +139,21 @@ def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
     return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "waiter_ttl": HOUR, "channel": channel})[0][0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("held", [True, False])
-def test_who_joins_the_queue_hears_whether_somebody_has_the_key(kind: str, held: bool) -> None:
-    """So it polls only if nobody has it by then."""
-    world, names = World(dialect=DIALECTS[kind]), list[str]()
-    _ = held_by(world)
-    steps, rows = waiter(world), None
-    while isinstance(step := steps.send(rows), Execute):
-        names.append(step.statement.name)
-        if names[-1] == "join" and not held:
-            world.rows["k"].update(owner=None, expires_at=world.time)
+def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease has ended before the answer: the waiter stands in the queue anew."""
+    world = World()
+    _ = held_by(world, ttl=0.5)
+    timed(monkeypatch, waiter_ttl=50.0)
+
+    def slowly(step: Execute) -> Any:
         rows = world.execute(step)
-        if step.statement.name == "grant":
-            break
-    announcing = [] if world.announces else ["announce"]
-    looking = [] if held else ["grant"] if world.announces else ["queue_status", "grant"]
-    once = {"first_waiter", "epoch_status"}
-    assert [name for name in names if name not in once] == ["take", "inspect", "join", *announcing, *looking]
-    steps.close()
+        world.time += 40
+        return rows
+
+    grant = play(world, waiter(world), {("accept", 0): slowly})
+    assert isinstance(grant, Grant)
+    assert world.time < grant.trusted_until
+    assert world.rows["k"]["owner"] == grant.tenure.owner
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,40 +175,6 @@ def test_a_waiter_that_is_notified_before_it_waits_polls(kind: str) -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> None:
-    """Deleted, and created again by somebody else before the waiter has looked twice: it waits for that one."""
-    world = World(dialect=DIALECTS[kind])
-    _ = held_by(world)
-
-    def gone(step: Execute) -> Any:
-        del world.rows["k"]
-        rows = world.execute(step)
-        _ = held_by(world, "next", 3.0)
-        return rows
-
-    grant = play(world, waiter(world), {("queue_status", 1): gone})
-    assert isinstance(grant, Grant)
-    assert not world.standing()
-
-
-def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease has ended before the answer: the waiter stands in the queue anew."""
-    world = World()
-    _ = held_by(world, ttl=0.5)
-    timed(monkeypatch, waiter_ttl=50.0)
-
-    def slowly(step: Execute) -> Any:
-        rows = world.execute(step)
-        world.time += 40
-        return rows
-
-    grant = play(world, waiter(world), {("accept", 0): slowly})
-    assert isinstance(grant, Grant)
-    assert world.time < grant.trusted_until
-    assert world.rows["k"]["owner"] == grant.tenure.owner
-
-
 def test_a_short_turn_is_not_slept_through() -> None:
     """The notification got lost: a waiter polls often enough to find its grant, which lasts for its ttl only."""
     world = World()
@@ -363,68 +189,6 @@ def test_a_short_turn_is_not_slept_through() -> None:
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
-
-
-def test_a_last_look_that_is_not_answered() -> None:
-    """The time is up all the same: the waiter is told who had the key, and has left the queue."""
-    for error in (StoreUnanswered, StoreConflict):
-        world = World()
-        tenure = held_by(world, ttl=60.0)
-        silent = {(name, n): raising(error("late")) for name in ("queue_status", "inspect") for n in range(1, 200)}
-        found = play(world, waiter(world, timeout=0.5), silent)
-        assert found.holder.owner == tenure.owner
-        assert not world.standing()
-
-
-def test_what_was_accepted_in_an_outage_is_given_back() -> None:
-    """No answer came for as long as the wait lasted: the key is not left to a tenure that nobody knows of."""
-    world = World()
-    _ = held_by(world, ttl=0.5)
-    lost = {("accept", n): lost_after(world) for n in range(200)}
-    with pytest.raises(StoreUnanswered):
-        play(world, waiter(world, timeout=2.0), lost)
-    assert world.rows["k"]["owner"] is None
-    assert not world.standing()
-
-
-@pytest.mark.parametrize("broken_off", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
-    """The next one has the key, and finds that when it looks: nothing was lost, and nothing is given back twice."""
-    world = World(dialect=DIALECTS[kind])
-    tenure = held_by(world)
-    ticket = joining(world, "heir")
-    _ = world._announce({"key": "k", "ticket": ticket})
-
-    def interrupted(step: Execute) -> Rows:
-        _ = world.execute(step)
-        raise KeyboardInterrupt
-
-    released = handover.pass_on(world.site(), Grant(tenure, ticket - 1))
-    if broken_off:
-        with pytest.raises(KeyboardInterrupt):
-            play(world, released, {("grant", 0): interrupted})
-    else:
-        assert play(world, released, {("grant", 0): lost_after(world)}) is True
-    assert world.rows["k"]["owner"] == "heir"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
-    """The first waiter goes on trying, and need not find out by itself that the key was given back."""
-    world = World(dialect=DIALECTS[kind])
-    tenure, wakeup = held_by(world), Wakeup()
-    tickets = list[int]()
-    for owner in ("dead", "first", "second"):
-        tickets.append(joining(world, owner, "nowhere"))
-        _ = world._announce({"key": "k", "ticket": tickets[-1]})
-    world.waiters["dead"]["expires_at"] = world.time
-    world.wakeups.register("k", tickets[1], wakeup)
-    busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.free(world.site(), Grant(tenure)), busy) is True
-    assert world.rows["k"]["owner"] is None
-    assert wakeup.consume()
-    world.wakeups.unregister("k", tickets[1], wakeup)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -442,16 +206,15 @@ def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
     assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
 
 
-def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
-    """The key may be handed over before the waiter has its ticket; and a flow that ended leaves nothing behind."""
-    registry, wakeup, message = Wakeups(), Wakeup(), Message("k", 12345, 7, 0, "proof")
-    assert not registry.notify(message)
-    registry.register("k", 12345, wakeup)
-    assert wakeup.consume()
-    assert wakeup.message == message
-    assert registry.anybody_waits()
-    del wakeup
-    assert not registry.anybody_waits()
+def test_what_was_accepted_in_an_outage_is_given_back() -> None:
+    """No answer came for as long as the wait lasted: the key is not left to a tenure that nobody knows of."""
+    world = World()
+    _ = held_by(world, ttl=0.5)
+    lost = {("accept", n): lost_after(world) for n in range(200)}
+    with pytest.raises(StoreUnanswered):
+        play(world, waiter(world, timeout=2.0), lost)
+    assert world.rows["k"]["owner"] is None
+    assert not world.standing()
 
 
 def test_waiters_come_and_go_while_others_are_woken() -> None:
@@ -474,77 +237,6 @@ def test_waiters_come_and_go_while_others_are_woken() -> None:
     finally:
         ended.set()
         flow.join()
-
-
-class _Away:
-    """A database that is away, and lets a listener's thread run."""
-
-    database = "away"
-    tries = 0
-
-    def subscribe(self, *_: object) -> None:
-        self.tries += 1
-        raise OSError("away")
-
-    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
-        thread = threading.Thread(target=function, daemon=True)
-        thread.start()
-        return thread.is_alive
-
-    def rest(self, _: float) -> None:
-        time.sleep(0.01)
-
-
-def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on for those who wait there, and wakes nobody else."""
-    timed(monkeypatch, attention=0.1, linger=0.1)
-    wakeups, elsewhere, there, away = Wakeups(), Wakeup("elsewhere"), Wakeup("away"), _Away()
-    listener = Listener(cast("Any", away), wakeups, "channel")
-    wakeups.register("k", 1, elsewhere)
-    wakeups.register("k", 2, there)
-    listener.want()
-    assert until(lambda: away.tries > 1)
-    assert listener._runs()
-    assert not there.notified()  # it was not notified before either
-    wakeups.unregister("k", 2, there)
-    assert until(lambda: not listener._runs(), 5)
-    listener.ready = True
-    listener._tell_all(ready=False)
-    assert not elsewhere.notified()
-    wakeups.register("k", 2, there)
-    listener.ready = True
-    listener._tell_all(ready=False)
-    assert there.notified()
-    assert not elsewhere.notified()
-
-
-def test_an_interrupt_ends_no_later_listening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that raises at any line of `want`: the next flow that waits begins to listen."""
-    timed(monkeypatch, attention=0.05, linger=0.05)
-    code, struck = Listener.want.__code__, set[int]()
-
-    def at_another_line(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is code and event == "line" and frame.f_lineno not in struck:
-            struck.add(frame.f_lineno)
-            raise KeyboardInterrupt
-        return at_another_line if frame.f_code is code else None
-
-    lines = -1
-    while len(struck) > lines:
-        lines, away, before = len(struck), _Away(), sys.gettrace()
-        listener = Listener(cast("Any", away), Wakeups(), "channel")
-        sys.settrace(at_another_line)
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                listener.want()
-        finally:
-            sys.settrace(before)
-        other = threading.Thread(target=listener.want)  # who would wait for a lock that nobody releases
-        other.start()
-        other.join(5)
-        assert not other.is_alive()
-        assert until(lambda: away.tries > 0, 5)  # noqa: B023
-    assert len(struck) > 4
 
 
 @pytest.mark.parametrize(
@@ -613,71 +305,6 @@ def test_what_a_waiter_was_told_is_weighed_once() -> None:
     assert play(world, waiter._grant_by_message(place), {}) is None, "too late to be believed without an accept"
     place.sent = world.time
     assert play(world, waiter._grant_by_message(place), {}) is None
-
-
-class _Lent:
-    """A socket."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "near"),
-    [("a" * 24, True), ("a" * 8 + "b" * 16, True), ("b" * 24, False), (new_secret(), False), (None, False)],
-    ids=["same flow", "another process", "another machine", "in hand-over", "free"],
-)
-def test_a_holder_is_near_by_its_token(owner: str | None, near: bool) -> None:
-    """It calls the waiter's socket: one whose token begins with the same machine. Hosts may all have one name."""
-    waiter = Attempt(World().site(), wish(flow="a" * 24), 9e9)
-    waiter.enter(None)
-    waiter.listen_after = 60.0
-    who = Identity(waiter.request.host, 1, "t", "p", "")
-    waiter.holder = LockInfo("k", owner, 7, 1, 30.0, 1.0, 29.0, "", who)
-    assert waiter._is_notified() is False, "without a socket"
-    waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
-    assert waiter._is_notified() is near
-
-
-def test_a_holder_that_was_not_read_is_near_if_the_key_goes_round_on_this_machine() -> None:
-    """After eight hand-overs in a row here, until one that only a poll found, or a second without contention."""
-    world = World()
-    site = world.site()
-
-    def expects(key: str = "k") -> bool:
-        waiter = Attempt(site, wish(key), 9e9)
-        waiter.enter(None)
-        waiter.listen_after = 60.0
-        waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
-        waiter.leave()
-        return waiter._is_notified()
-
-    def hand_over(*, here: bool = True) -> None:
-        site.note_contention("k")
-        site.note_handover("k", here=here)
-
-    site.note_handover("k", here=True)
-    assert site._contended == {}, "only keys that are marked are remembered"
-    for _ in range(7):
-        hand_over()
-    assert not expects()
-    hand_over()
-    assert expects()
-    assert not expects("another")
-    hand_over(here=False)
-    assert not expects()
-    for _ in range(8):
-        hand_over()
-    waiter = Attempt(site, wish(), 9e9)
-    waiter.enter(None)
-    _ = play(world, waiter._accept_polled(1), {})
-    assert not expects()
-    for _ in range(7):
-        hand_over()
-    _ = play(world, waiter._accept_polled(1), {})
-    hand_over()
-    assert not expects(), "whose predecessor is elsewhere, and whose successor is here"
-    for _ in range(8):
-        hand_over()
-    world.time += 1.1
-    assert not expects()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,55 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dblock.core import timing
 from dblock.core.timing import Timing
-
-CORE = Path(timing.__file__).parent
-OF_OPTIONS = {
-    ("values.py", "TTL_MIN"),
-    ("validation.py", "TTL_MAX"),
-    ("lock/leading.py", "TTL"),
-    ("values.py", "QUARANTINE"),
-    ("values.py", "MARGIN"),
-    ("values.py", "TTL"),
-}
-"""Defaults and bounds of options, which the reference has; a constant of statements; a number beyond all times."""
-
-
-def named(source: str) -> Iterator[str]:
-    """The names of a module whose docstring says that they are a number of seconds."""
-    body = ast.parse(source).body
-    for first, second in itertools.pairwise(body):
-        text = ast.unparse(second) if isinstance(second, ast.Expr) else ""
-        if isinstance(first, ast.AnnAssign | ast.Assign) and re.search(
-            r"\bseconds\b|\btime-out of", text, re.IGNORECASE
-        ):
-            target = first.target if isinstance(first, ast.AnnAssign) else first.targets[0]
-            if isinstance(getattr(first.value, "value", None), int | float) or isinstance(first.value, ast.Tuple):
-                yield ast.unparse(target)
-
-
-def test_few_times() -> None:
-    """`distance` is measured; all other fields are times."""
-    assert len(set(Timing._fields) - {"distance"}) <= 25
-
-
-def test_times_are_named_in_one_place() -> None:
-    """Elsewhere the core names only defaults and bounds of options."""
-    found = {
-        (str(path.relative_to(CORE)), name) for path in CORE.rglob("*.py") for name in named(path.read_text("utf-8"))
-    }
-    assert found <= OF_OPTIONS
-    assert set(named('A = 1.0\n"""Seconds until B."""\nC = 2\n"""Most rows."""\n')) == {"A"}
 
 
 @pytest.mark.parametrize(

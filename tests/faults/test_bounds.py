@@ -25,7 +25,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
-from dblock.core import runtime, timing
+from dblock.core import runtime
 from dblock.core.errors import StoreUnreachable
 from dblock.drivers import psycopg, sessions
 from sqlalchemy_dblock import db_lock, metadata
@@ -353,30 +353,6 @@ def connected(given: list[Any], connect: Callable[..., Any], *arguments: Any, **
 
 @pytest.mark.direct
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-def test_a_first_connection_that_hangs(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str
-) -> None:
-    """An AsyncEngine that meets the server alone at first: it does not keep everybody out for as long as it hangs."""
-    ready(request, "postgresql")
-    timed(monkeypatch, statement_timeout=1.0)
-    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
-        proxy.black_hole = True
-        engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
-
-        async def main() -> None:
-            with pytest.raises(LockStoreError, match="no connection"):
-                await db_lock(engine, "k").acquire(blocking=False)
-            proxy.black_hole = False
-            start = time.monotonic()
-            async with db_lock(engine, "k", timeout=20):
-                assert time.monotonic() - start < 4
-            await engine.dispose()
-
-        asyncio.run(main())
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
 def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> None:
     """Idle connections whose server is silent: closing them, in order or not, waits for nobody."""
     ready(request, "postgresql")
@@ -603,11 +579,6 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
     engine.dispose()
 
 
-def test_a_try_is_short() -> None:
-    """Its bound leaves room for what the caller's own thread does."""
-    assert timing.DEFAULT.single_try < TRY
-
-
 FAR = [
     (wire, delay)
     for wire in SEVERAL_WIRES
@@ -705,24 +676,6 @@ def test_an_idle_connection_to_a_server_far_away(wire: Wire, delay: float, monke
         return got is True and kept
 
     assert any(tries() for _ in range(5))
-
-
-@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
-def test_a_second_is_enough_from_far_away(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgotten by the network, at a round trip of 20 ms: a timeout of a second suffices."""
-    lock = wire.subject.lock("k")
-    wire.proxy.delay = 0.02
-    wire.actor.within(lock)
-    timed(monkeypatch, trusted_idle=0.0)
-
-    def acquires() -> bool:
-        wire.proxy.forget()
-        got = wire.actor.call(lock, "acquire", timeout=1)
-        if got:
-            wire.actor.call(lock, "release")
-        return got is True
-
-    assert any(acquires() for _ in range(5))
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)

@@ -221,14 +221,12 @@ POINTS = ("paying", "guarded", "committed")
 """Paid, in no transaction; all is written, in the guarded one; that is committed, and the lock is still held."""
 FAULTS: list[tuple[str, Fault]] = [(point, fault) for point in POINTS for fault in (stopped, freed, cut)]
 FAULTS += [("guarded", unheard), ("guarded", unanswered)]
-CELLS = [("postgresql", "sync")]
-if LONG:
-    CELLS = [(database, workers) for database in DATABASES for workers in ("sync", "gthread")]
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="part of `make faults`")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("database", "workers"), CELLS)
+@pytest.mark.parametrize("workers", ["sync", "gthread"])
+@pytest.mark.parametrize("database", DATABASES)
 def test_the_checkout_says_what_is_true(
     request: pytest.FixtureRequest, tmp_path: Path, database: str, workers: str
 ) -> None:

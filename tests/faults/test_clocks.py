@@ -1,4 +1,4 @@
-"""Wrong clocks of applications, and what the caller's own transactions do to the lock (requirements 8, 9 and 10)."""
+"""Wrong clocks of applications (requirement 8)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import text
-from sqlalchemy.orm import Session
 
-from tests.conftest import ALIASES, run
-from tests.support.lab import FEW, SYNC, Remote, remaining, until
+from tests.conftest import run
+from tests.support.lab import FEW, Remote, remaining, until
 from tests.support.subjects import Subject
 
 WRONG = {"django": "3600", "sqlalchemy": "-3600"}
@@ -117,103 +115,3 @@ def test_a_clock_that_is_stepped_changes_nothing(subject: Subject, monkeypatch: 
         assert rival.acquire(timeout=0)
         rival.release()
     assert heard == []
-
-
-@contextmanager
-def callers_transaction(subject: Subject) -> Iterator[Any]:
-    """A transaction of the caller's in which something has been read already; yields what runs SQL in it."""
-    if subject.variant == "django":
-        from django.db import connections, transaction
-
-        with transaction.atomic(ALIASES[subject.database]):
-            with connections[ALIASES[subject.database]].cursor() as cursor:
-                cursor.execute("SELECT count(*) FROM ledger")
-                cursor.fetchall()
-                yield cursor.execute
-    else:
-        with Session(subject.engine) as session, session.begin():
-            session.execute(text("SELECT count(*) FROM ledger"))
-            yield lambda sql: session.execute(text(sql))
-
-
-def test_a_lease_taken_in_an_old_transaction_counts_from_now(subject: Subject) -> None:
-    """The transaction's own clock stands still since its start; the lease does not end by it."""
-    with subject.lock("k"):
-        pass  # the row exists
-    for key in ("k", "new"):
-        with callers_transaction(subject):
-            time.sleep(0.5)
-            lock = subject.lock(key, ttl=1.0, release="now")
-            assert lock.acquire()
-            info = lock.inspect()
-            assert info is not None
-            assert 0.8 < info.remaining <= 1.0
-            assert info.age < 0.2
-            if (subject.variant, subject.database) != ("django", "sqlite"):  # which joins the transaction
-                assert 0.8 < remaining(subject, key) < 1.01
-            assert 0.7 < lock.remaining <= 0.9
-            lock.extend(2.0)
-            info = lock.inspect()
-            assert info is not None
-            assert 1.8 < info.remaining <= 2.0
-            lock.release()
-
-
-class Rollback(Exception):
-    """Ends a transaction."""
-
-
-@pytest.mark.parametrize("subject", SYNC, indirect=True, ids=str)
-def test_the_callers_rollback_does_not_release(subject: Subject) -> None:
-    """An independent lock taken inside a transaction that is rolled back is held until its `with` ends."""
-    if (subject.variant, subject.database) == ("django", "sqlite"):
-        pytest.skip("inside a transaction on SQLite the lock joins it")
-    outside = subject.lock("k", ttl=60, release="now")
-    rival = Subject("sqlalchemy", "sync", subject.database)
-    transaction = callers_transaction(subject)
-    sql = transaction.__enter__()
-    with outside as lock:
-        if subject.database != "sqlite":
-            sql("INSERT INTO ledger (n) VALUES (1)")
-        row = subject.row("k")
-        with pytest.raises(Rollback):
-            transaction.__exit__(Rollback, Rollback(), None)
-            raise Rollback
-        assert subject.row("k") == row
-        assert lock.state == "held"
-        assert lock.verify()
-        threads_see = list[bool]()
-        thread = threading.Thread(target=lambda: threads_see.append(rival.lock("k").acquire(blocking=False)))
-        thread.start()
-        thread.join()
-        assert threads_see == [False]
-        rival.engine.dispose()
-    assert run(subject.database, "SELECT n FROM ledger") == []
-    assert subject.row("k")["owner"] is None
-
-
-@pytest.mark.parametrize("subject", SYNC, indirect=True, ids=str)
-def test_a_lock_of_the_transaction_is_kept_until_its_rollback(subject: Subject) -> None:
-    """`release="auto"`, left inside the transaction: held until that is rolled back, then free at once."""
-    if subject.variant == "sqlalchemy":
-        with Session(subject.engine) as session:
-            session.begin()
-            with subject.lock("k", ttl=60, session=session):
-                pass
-            assert subject.row("k")["owner"] is not None
-            session.rollback()
-    elif subject.database == "sqlite":
-        pytest.skip("inside a transaction on SQLite the lock joins it")
-    else:
-        from django.db import transaction
-
-        def transact() -> None:
-            with transaction.atomic(ALIASES[subject.database]):
-                with subject.lock("k", ttl=60):
-                    pass
-                assert subject.row("k")["owner"] is not None
-                raise Rollback
-
-        with pytest.raises(Rollback):
-            transact()
-    assert until(lambda: subject.row("k")["owner"] is None, 0.1)

@@ -91,22 +91,6 @@ def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> Non
     holder.call(near, "release")
 
 
-@some
-def test_time_outs_do_not_delay_the_next_waiter(wire: Wire, far: float, holder: Actor) -> None:
-    """Of many that give up, no dead place is served: the key goes on to the live one as soon as it is free."""
-    held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=0.3)
-    holder.call(held, "acquire")
-    for _ in range(5):
-        assert wire.actor.call(wanted, "acquire") is False
-    waiting = wire.actor.begin(wanted, "acquire", timeout=20)
-    assert until(lambda: waiters(wire.direct) == 1)
-    holder.call(held, "release")
-    released = time.monotonic()
-    assert waiting.result(20) is True
-    assert time.monotonic() - released < 2.0, "a dead place lasts for five seconds"
-    wire.actor.call(wanted, "release")
-
-
 @asynchronous
 def test_a_cancellation_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
     """At any moment of taking, waiting and giving back: a second later the key is free, and nobody is in its queue."""
@@ -132,24 +116,6 @@ def test_a_cancellation_leaves_nothing(wire: Wire, far: float, holder: Actor) ->
         assert until(lambda: waiters(wire.direct) == 0, 2.0)
         assert holder.call(held, "acquire", timeout=5)
         holder.call(held, "release")
-
-
-@some
-def test_a_lost_answer_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
-    """Of a take, of a place in the queue, or of a release: the key is free a lease later at the latest."""
-    wanted, near = wire.subject.lock("k", timeout=1, ttl=2.0), wire.direct.lock("k", timeout=5)
-    for _ in range(times(2, 3)):
-        wire.proxy.cut_replies = 1
-        try:
-            taken = wire.actor.call(wanted, "acquire")
-        except LockStoreError:
-            taken = False
-        if taken:
-            wire.proxy.cut_replies = 1
-            wire.actor.call(wanted, "release")
-        wire.proxy.cut_replies = 0
-        assert holder.call(near, "acquire"), "free within its lease and a second"
-        holder.call(near, "release")
 
 
 @some

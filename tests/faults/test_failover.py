@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
@@ -20,7 +19,7 @@ from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.conftest import INNODB, ready, run, timed, url
+from tests.conftest import INNODB, ready, run, url
 from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
@@ -302,26 +301,6 @@ def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest,
             pool.submit(other.release).result()
     for engine in engines:
         engine.dispose()
-
-
-def test_contention_asks_for_the_server_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each flow, nor each try: no round trip is added to those of a key that is busy."""
-    ready(request, "postgresql")
-    timed(monkeypatch, waiter_ttl=3600.0)
-    asked: list[float] = []
-    status = epoch.read
-
-    def counted(*given: Any) -> Any:
-        asked.append(clock.now())
-        return status(*given)
-
-    monkeypatch.setattr(epoch, "read", counted)
-    engine = create_engine(url("postgresql"))
-    with db_lock(engine, "k"), ThreadPoolExecutor(4) as pool:
-        tries = [pool.submit(db_lock(engine, "k").acquire, timeout=timeout) for timeout in (0, 0.05) * 4]
-        assert not any(each.result() for each in tries)
-    assert len(asked) == 1
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.history import RULES, Final, Kind, Operation, violations
 
@@ -143,54 +141,3 @@ def test_a_counter_and_a_set_that_lack_an_update(final: Final) -> None:
 
 def test_each_rule_has_a_history_that_breaks_it() -> None:
     assert {rule for rule, _, _ in BAD} == set(RULES)
-
-
-KINDS: dict[str, Kind] = {"alone": "exclusive", "reader": "reader", "writer": "writer", "permit": "permit"}
-
-
-@st.composite
-def modelled(draw: st.DrawFn) -> list[Operation]:
-    """What clients of a model do: one key is held alone, one by readers and writers, one by as many as it has permits.
-
-    Time is a whole number that no two moments share; a client believes in a tenure for a part of its length.
-    """
-    now, fences = 0.0, dict.fromkeys(("alone", "rw", "s0", "s1"), 0)
-    held: dict[tuple[str, bool], float] = {}
-    """By place, and whether it is held to read, until when."""
-    found = list[Operation]()
-    for number in range(draw(st.integers(0, 25))):
-        now += draw(st.floats(0.1, 3.0))
-        what, length = draw(st.sampled_from(list(KINDS))), draw(st.floats(0.1, 5.0))
-        slot = draw(st.integers(0, 1)) if what == "permit" else 0
-        place = {"permit": f"s{slot}", "alone": "alone"}.get(what, "rw")
-        kind, reading = KINDS[what], what == "reader"
-        begin, now = (
-            now,
-            max([now, *(end for (it, read), end in held.items() if it == place and not (read and reading))]),
-        )
-        now += 0.01
-        held[place, reading] = max(held.get((place, reading), 0.0), now + length)
-        fences[place] += 0 if reading else 2
-        believed = now + length * draw(st.floats(0.0, 1.0))
-        key, fence = ("s" if what == "permit" else place), fences[place] + reading
-        told = {"fence": fence, "slot": slot, "permits": 2, "until": believed}
-        found.append(Operation("take", key, f"{number}.m", begin, now, kind=kind, **told))  # type: ignore[arg-type]
-    return draw(st.permutations(found))
-
-
-@settings(max_examples=60, deadline=None)
-@given(modelled())
-def test_no_history_of_a_model_breaks_a_rule(history: list[Operation]) -> None:
-    assert violations(history) == []
-
-
-@settings(max_examples=60, deadline=None)
-@given(modelled(), st.data())
-def test_a_tenure_too_many_is_noticed(history: list[Operation], data: st.DataObject) -> None:
-    """Whatever else happens: a second tenure in the middle of one, and one with a fence of before."""
-    chosen = data.draw(st.sampled_from([each for each in history if each.until > each.end] or [alone(1, 0, 2)]))
-    middle = (chosen.end + chosen.until) / 2
-    second = replace(chosen, kind="writer" if chosen.kind == "reader" else chosen.kind, begin=middle, end=middle)
-    assert {each.rule for each in violations([*history, chosen, second])} & {OVERLAP, BESIDE}
-    late = replace(alone(0, 1e6, 1e6 + 1), key=chosen.key, slot=chosen.slot, kind=second.kind)
-    assert FENCES in {each.rule for each in violations([*history, replace(chosen, kind=second.kind), late])}

@@ -77,18 +77,6 @@ def test_a_holder_that_sleeps_after_the_guard_keeps_everybody_out(subject: Subje
     lock.release()
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_a_holder_that_dies_is_followed_within_a_ttl(subject: Subject, holder: Remote) -> None:
-    """kill -9: nobody gives the key back, and the next one has it within ttl + 1 s."""
-    holder.kill()
-    assert subject.row("k")["owner"] is not None
-    began = time.monotonic()
-    lock = subject.lock("k")
-    assert lock.acquire()
-    assert time.monotonic() - began < TTL + 1
-    lock.release()
-
-
 @pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subject: Subject, holder: Remote) -> None:
     """The signal may interrupt the watchdog, and long after it wanted to look again; the next lock is renewed."""

@@ -12,20 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
-from dblock.core.errors import LockLost
 from dblock.core.runtime import ProcessServices
-from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import rendered
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
-from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, stranger, wait_for, waiters
+from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
 from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, together, until
@@ -315,56 +311,6 @@ def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> No
             remote.send(f"contend(subject, {number}, {count})")
         assert [remote.answer(3600) for remote in crowd] == [3 * count] * 3
     assert run(database, WAITERS) == [(0,)]
-
-
-def granted_beside(statement: str, *, locks: bool = True) -> bytes | None:
-    """Whom PostgreSQL grants the key, of two that wait, if a transaction that changes the first commits meanwhile.
-
-    The grant is given longer than its 20 ms, so that it still waits then. Without `locks` it chooses before it locks.
-    """
-    subject = Subject("sqlalchemy", "sync", "postgresql")
-    holder = subject.lock("k")
-    assert holder.acquire()
-    for ticket, name in enumerate(("first", "second"), 1):
-        stranger(subject, ticket, 60, name)
-    subject.run("UPDATE locks SET last_ticket = 2, served_ticket = 0")
-    sql, order = rendered(DIALECTS["postgresql"].queue.grant.sql, "numeric_dollar")
-    assert order is not None
-    sql = sql.replace("20ms", "5s") if locks else sql.replace("20ms", "5s").replace(" FOR UPDATE", "")
-    known = {"key": "k", "first": "1", "owner": holder.owner, "fence": str(holder.fence), "here": "x"}
-    address = url("postgresql").replace("+psycopg", "")
-    with psycopg.connect(address) as beside, psycopg.connect(address, autocommit=True) as releaser:
-        beside.execute(statement)
-        with ThreadPoolExecutor(1) as pool:
-            values = [str(known[name]).encode() for name in order]
-            granting = pool.submit(releaser.pgconn.exec_params, sql.encode(), values)
-            blocked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-            assert until(lambda: subject.run(blocked) == [(1,)])
-            beside.commit()
-            granted = granting.result(10).get_value(0, 2)
-    subject.run("UPDATE locks SET owner = NULL")
-    with pytest.raises(LockLost):
-        holder.release()
-    subject.engine.dispose()
-    return granted
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("locks", [True, False])
-def test_a_waiter_that_leaves_as_it_is_granted_the_key(request: pytest.FixtureRequest, locks: bool) -> None:
-    """Its row is locked before it is chosen: the next one is. Else it would be granted the key when it has gone."""
-    ready(request, "postgresql")
-    granted = granted_beside("DELETE FROM lock_waiters WHERE owner = 'first'", locks=locks)
-    assert granted == (b"second" if locks else b"first")
-    run("postgresql", "DELETE FROM lock_waiters")
-
-
-@pytest.mark.direct
-def test_a_place_that_is_inherited_as_it_is_granted_the_key(request: pytest.FixtureRequest) -> None:
-    """The grant began before: it goes to the new token, and the place is gone, so that no heartbeat extends it."""
-    ready(request, "postgresql")
-    assert granted_beside("UPDATE lock_waiters SET owner = 'heir' WHERE owner = 'first'") == b"heir"
-    assert run("postgresql", "DELETE FROM lock_waiters RETURNING owner") == [("second",)]
 
 
 @pytest.mark.direct

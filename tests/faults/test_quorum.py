@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
-import random
 import signal
 import statistics
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +25,7 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
 from tests.conftest import INNODB
-from tests.support.lab import LONG, ROOT, until
+from tests.support.lab import until
 from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, free_port
 
@@ -326,55 +321,3 @@ def test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any
         servers[0].proxy.cut()
         healing.close()
         standby.close()
-
-
-def test_tenures_beside_failing_minorities(five: list[Engine], servers: list[Member]) -> None:
-    """Of several processes: none overlaps another one, and the fences grow."""
-    wanted, choose = (5000, random.Random()) if LONG else (75, random.Random(7))
-    urls = [each.url for each in servers]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.quorum_worker", str(TTL), "k", *urls],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    told: list[dict[str, Any]] = []
-    readers = [threading.Thread(target=_read, args=(worker, told)) for worker in workers]
-    for reader in readers:
-        reader.start()
-    try:
-        faults = itertools.cycle(sorted(FAULTS))
-        ended, rounds = time.monotonic() + (3600 if LONG else 120), 0
-        while sum("fence" in each for each in told) < wanted or rounds < len(FAULTS) / 2:
-            assert time.monotonic() < ended, f"too few tenures: {told[-20:]}"
-            rounds += 1
-            one, other = choose.sample(servers, 2)
-            heal = [FAULTS[next(faults)](one)]
-            heal.append(FAULTS[choose.choice(list(FAULTS)) if LONG else next(faults)](other))
-            time.sleep(choose.uniform(0.2, 1.5))
-            for each in heal:
-                each()
-            time.sleep(TTL + 0.5)  # what has forgotten its locks counts again
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        for reader in readers:
-            reader.join()
-        for worker in workers:
-            for pipe in (worker.stdin, worker.stdout):
-                if pipe is not None:
-                    pipe.close()
-    tenures = sorted((each["first"], each["last"], each["fence"]) for each in told if "fence" in each)
-    for (_, last, fence), (first, _, next_fence) in itertools.pairwise(tenures):
-        assert last < first, "two at a time"
-        assert fence < next_fence, "the fence did not grow"
-
-
-def _read(worker: subprocess.Popen[str], told: list[dict[str, Any]]) -> None:
-    assert worker.stdout is not None
-    told.extend(json.loads(line) for line in worker.stdout if line.endswith("\n"))  # else it was killed meanwhile

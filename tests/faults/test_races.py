@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -32,10 +29,6 @@ pytestmark = [
 ]
 
 
-class Interrupted(BaseException):
-    """As Ctrl-C."""
-
-
 def kept() -> list[str]:
     """The keys that the watchdog of this process renews."""
     return [hold.tenure.key for hold in list(runtime.current.watchdog._holds)]
@@ -44,50 +37,6 @@ def kept() -> list[str]:
 def idle() -> bool:
     """No thread of ours is left."""
     return not threads()
-
-
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing(subject: Subject) -> None:
-    """A signal's exception at random moments: held by us, or after one ttl by nobody; and nobody renews it."""
-    ttl, chance, held, broken = 0.6, random.Random(), 0, 0
-
-    def strike(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, strike)
-    with subject.lock("warm"):
-        pass
-    reach = 0.003
-    try:
-        for n in range(times(50, 1000)):
-            lock = subject.lock(f"k{n}", ttl=ttl)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, reach))
-                lock.acquire()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                reach /= 1.2
-            except Interrupted:
-                broken += 1
-                reach *= 1.2
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            if lock.state is not None:
-                held += 1
-                assert lock.verify()
-                lock.release()
-            assert f"k{n}" not in kept()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert broken
-    assert held
-    assert not current_flow().holds
-    assert until(lambda: not alive(subject, "k%"), ttl + 0.1)
-    time.sleep(0.1)
-    assert not alive(subject, "k%")
-    assert until(idle, 20)
-    with subject.lock("k", ttl=2) as lock:  # the watchdog has survived it all
-        assert renews(hold_of(lock), soon=False)
-        assert until(lambda: lock.state == "held")
 
 
 def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
@@ -128,67 +77,6 @@ def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
     assert set(outcomes) == {True, False}
     assert kept() == []
     assert until(lambda: alive(subject) == 0, 4)  # a take whose answer came too late ends after one ttl
-
-
-@pytest.mark.filterwarnings(  # aiosqlite's thread, whose statement was cancelled, finds the loop closed
-    "ignore:Exception in thread .*_connection_worker_thread:pytest.PytestUnhandledThreadExceptionWarning"
-)
-@pytest.mark.parametrize(("database", "driver"), ASYNC)
-@pytest.mark.parametrize("how", ["cancel", "timeout"])
-def test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing(
-    request: pytest.FixtureRequest, database: str, driver: str, how: str
-) -> None:
-    """`task.cancel()` and `asyncio.timeout()` at random moments: held by the task, or by nobody after one ttl."""
-    ready(request, database)
-    subject, ttl, chance = Subject("sqlalchemy", "sync", database), 0.6, random.Random()
-    engine = create_async_engine(url(database, driver))
-    held, broken = list[str](), list[str]()
-
-    async def one(key: str, seconds: float) -> None:
-        lock = db_lock(engine, key, ttl=ttl)
-        try:
-            if how == "timeout":
-                async with asyncio.timeout(seconds):
-                    await lock.acquire()
-            else:
-                await lock.acquire()
-        except (asyncio.CancelledError, TimeoutError):
-            broken.append(key)
-        task = asyncio.current_task()
-        while task is not None and task.cancelling():
-            task.uncancel()
-        if lock.state is not None:
-            held.append(key)
-            with contextlib.suppress(asyncio.CancelledError):  # one that was on its way
-                await lock.verify()
-            await lock.release()
-        assert key not in kept()
-
-    async def main() -> None:
-        async with db_lock(engine, "warm"):
-            pass
-        began = time.perf_counter()
-        for n in range(10):
-            async with db_lock(engine, f"warm{n}"):
-                pass
-        cycle = (time.perf_counter() - began) / 10
-        for n in range(times(15, 1000)):
-            seconds = chance.uniform(0, 2 * cycle) if n else 0.0  # once before it began
-            task = asyncio.create_task(one(f"k{n}", seconds))
-            if how == "cancel":
-                await asyncio.sleep(seconds)
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await engine.dispose()
-
-    asyncio.run(main())
-    gc.collect()
-    assert broken
-    assert kept() == []
-    assert until(lambda: not alive(subject, "k%"), ttl + 0.1)
-    time.sleep(0.1)
-    assert not alive(subject, "k%")
 
 
 def test_a_release_against_a_renewal_wins(subject: Subject) -> None:

@@ -25,7 +25,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from tests.conftest import timed
-from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, renew, renews, until
+from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, until
 from tests.support.subjects import Subject
 
 
@@ -332,21 +332,6 @@ def test_an_inner_release_that_fails_leaves_the_outer_one_able(subject: Subject,
         while lock.state is not None:
             lock.release()
         assert subject.row("k")["owner"] is None
-
-
-def test_renewals_refused_now_and_then_lose_nothing(subject: Subject, refusals: Refusals) -> None:
-    """The watchdog's renewal is refused three times in a row, again and again: held, at risk at worst."""
-    heard: list[Any] = []
-    lock = subject.lock("k", ttl=20, on_lost=lambda *told: heard.append(told))
-    assert lock.acquire()
-    for make in ERRORS[subject.protocol.dialect.name]:
-        with refusals.of("renew", 3, make):
-            renew()
-            assert until(lambda: not refusals.left, 15)
-            assert lock.state != "lost"
-        assert renews(hold_of(lock))
-    assert heard == []
-    lock.release()
 
 
 def test_renewals_refused_for_good_end_the_hold_once(subject: Subject, refusals: Refusals) -> None:

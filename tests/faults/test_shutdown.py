@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from tests.conftest import ready
 from tests.contract.test_queue import waiters
-from tests.support.lab import FEW, LONG, PAIR, ROOT, SYNC, Remote, alive, remaining, until
+from tests.support.lab import FEW, LONG, PAIR, ROOT, SYNC, Remote, alive, until
 from tests.support.subjects import MATRIX, Subject
 
 pytestmark = [
@@ -214,21 +213,6 @@ def test_what_a_task_holds_is_released_at_a_normal_exit(
     assert subject.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
-def test_a_killed_process_leaves_its_row_to_expire(subject: Subject) -> None:
-    """SIGKILL: nothing is given back, the lease ends by itself, and the next one takes the key."""
-    body = "import os, signal\nsubject.lock('k', ttl=0.8).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
-    process(subject, body, code=-signal.SIGKILL)
-    row = subject.row("k")
-    assert row["owner"] is not None
-    assert until(lambda: remaining(subject) <= 0, 1)
-    assert subject.row("k") == row
-    lock = subject.lock("k")
-    assert lock.acquire(blocking=False)
-    assert lock.fence > row["fence"]
-    lock.release()
-
-
 CHILDREN = """
 import multiprocessing, os, time
 
@@ -339,21 +323,3 @@ def test_the_parents_death_ends_the_lease_although_its_child_lives(subject: Subj
         assert time.monotonic() - began < 0.6 + 0.3
         lock.release()
         os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
-def test_this_process_may_use_multiprocessing_itself(subject: Subject) -> None:
-    """A pool's workers, forked while a lease is held here, leave it alone when they end."""
-    lock = subject.lock("k", ttl=2)
-    assert lock.acquire()
-    workers = [multiprocessing.get_context("fork").Process(target=os.getpid) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
-    ends = subject.row("k")["expires_at"]
-    assert until(lambda: subject.row("k")["expires_at"] > ends), "it is renewed once more"
-    assert until(lambda: lock.state == "held")
-    assert lock.verify()
-    lock.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import pkgutil
@@ -422,23 +421,6 @@ def test_the_house_is_drawn_as_it_stands() -> None:
     rooms = {path.stem for folder in drawn for path in folder.rglob("*.py") if path.stem != "__init__"}
     folders = {f"{path.parent.name}/" for path in core.glob("*/__init__.py")}
     assert not {room for room in rooms | folders if not re.search(rf"(?<![\w]){room}(?![\w])", drawing)}
-
-
-def test_the_words_are_few_and_true() -> None:
-    """At most 40, each explained once; each name beside one is a class, a function or a module of the core."""
-    table = re.split(r"^## ", text("docs/architecture.md").partition("\n## Words\n")[2], flags=re.MULTILINE)[0]
-    rows = re.findall(r"^\| ([\w -]+) \| (.+) \| (.*) ?\|$", table, re.MULTILINE)
-    assert len(rows) == len(re.findall(r"^\|[^-]", table, re.MULTILINE)), "a row of another form"
-    words = [word for word, *_ in rows[1:]]
-    assert len(set(words)) == len(words)
-    assert 20 < len(words) <= 40
-    core = ROOT / "dblock/core"
-    named = {path.stem if path.stem != "__init__" else path.parent.name for path in core.rglob("*.py")}
-    for path in core.rglob("*.py"):
-        defined = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        named |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, defined)}
-    names = {name for row in rows for cell in row for name in re.findall(r"`([^`]+)`", cell)}
-    assert names <= named, names - named
 
 
 def test_the_core_says_where_to_look() -> None:

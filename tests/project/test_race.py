@@ -12,13 +12,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks import FORK
-from benchmarks.race import experiment, findings, page, peers
-from benchmarks.race.__main__ import _run, merged
+from benchmarks.race import experiment, findings, page
+from benchmarks.race.__main__ import _run
 from benchmarks.race.clients import Failed, Told, together
 from benchmarks.race.figures import Client, Figures, crowd_figures, jain, medians, most_even, percentile
 from benchmarks.race.journal import Journal
 from benchmarks.race.peers import MINE, PEERS, Lock, Peer
-from benchmarks.race.scale import held, rows
 from benchmarks.race.scenarios import Scenario, cycles, programme
 from benchmarks.race.servers import Place, started
 from tests.support.pages import PAGES, ROOT, text
@@ -67,13 +66,6 @@ def test_figures_of_a_crowd() -> None:
     nobody = crowd_figures([Client([], 0.0)], 1.0, 0.0)
     assert (nobody["rate"], nobody["jain"]) == (0, 0)
     assert math.isnan(nobody["mean"])
-
-
-def test_messages_of_etcd() -> None:
-    """As the documentation of protocol buffers writes its examples: 150, and "testing"."""
-    assert peers._encoded(1, 150) == b"\x08\x96\x01"
-    assert peers._encoded(2, b"testing") == b"\x12\x07testing"
-    assert peers._decoded(b"\x08\x96\x01\x12\x07testing") == {1: 150, 2: b"testing"}
 
 
 def row(scenario: str, peer: str, figures: dict[str, float], error: str = "", **setting: float) -> dict[str, Any]:
@@ -130,25 +122,6 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "Other work shared" not in written
 
 
-def test_page_says_which_claims_hold() -> None:
-    """Of the experiment, by the figures of this run alone."""
-    few = {"redis-py": (900.0, 0.5), "etcd": (100.0, 0.1), MINE: (400.0, 0.2)}
-    many = {"redis-py": (100.0, 2.0), "etcd": (150.0, 3.0), MINE: (160.0, 0.3)}
-    found = results(
-        *(hot(peer, {"rate": rate, "p99": p99}, 8, 0.0) for peer, (rate, p99) in few.items()),
-        *(hot(peer, {"rate": rate, "p99": p99}) for peer, (rate, p99) in many.items()),
-        *(hot(peer, {"rate": rate, "p99": 5 - p99}, 100) for peer, (rate, p99) in many.items()),
-    )
-    said = {each.claim: (each.holds, each.seen) for each in page.claims(found)}
-    assert said["Few clients that lock often: P99 of polling is longer"] == ("yes", "8: 500 ms / 100 ms / 200 ms")
-    assert said["Few clients that lock often: polling locks more often a second"][0] == "yes"
-    assert said["Many clients, 5 ms inside: P99 of listening is shorter"][0] == "with 100 clients only"
-    assert not [claim for claim in said if "mean" in claim], "there are no figures of it"
-    found["rows"] = [each for each in found["rows"] if each["peer"] != "etcd"]
-    assert page.claims(found) == []
-    assert page.in_words(found) == "One of the three systems is missing in this run.\n"
-
-
 def test_ratios_that_are_kept() -> None:
     """Each by the figure on either side of its target."""
     rows = [row("handoff", peer, {"p50": p50}) for peer, p50 in ((MINE, 0.0022), ("pg_advisory_lock", 0.001))]
@@ -158,23 +131,6 @@ def test_ratios_that_are_kept() -> None:
         "hand-off p50, x session lock",
         "32 x 5 ms: fairness, x the most even",
     ]
-
-
-def test_the_limit_of_one_server() -> None:
-    """By arithmetic: 0.1 ms of the server and 400 bytes of log a lock; 0.05 ms and 100 bytes a renewal."""
-    found = results(
-        row("own", MINE, {"rate": 5000.0, "server_cpu": 0.1, "client_cpu": 0.2}, clients=8),
-        row("costs", MINE, {"log": 400.0}),
-        row("held", MINE, {"renew_cpu": 0.9, "renew_log": 9.0}, leases=10),
-        row("held", MINE, {"renew_cpu": 0.05, "renew_log": 100.0}, leases=10_000),
-    )
-    said = " ".join("".join(page._limit(found, {})).split())
-    assert "together 1.5 of the 2 processors" in said
-    assert "a processor of the server is used up by 10,000 locks/s, and 2 of them by 20,000 locks/s" in said
-    assert "400 bytes of WAL: 8 MB/s" in said
-    assert "So a processor renews 200,000 leases" in said
-    assert "| 1,000,000 | 100,000/s | 5 processors | 10 MB/s |" in said
-    assert not list(page._limit(results(), {}))
 
 
 CITED = re.compile(r"<!-- race: (.+?) -->\n((?:.+\n)+)")
@@ -194,16 +150,6 @@ def not_borne_out(written: str, found: dict[str, Any]) -> list[str]:
             if value is None or not any(abs(number - value) <= 0.1 * value for number in numbers):
                 wrong.append(each)
     return wrong
-
-
-def test_citations() -> None:
-    """A figure that is not the row's is found, and a row that was not measured."""
-    found = results(row("alone", MINE, {"rate": 2748.0}, clients=1), hot("etcd", {"p99": 0.21}))
-    cite = f"<!-- race: alone; {MINE}; rate | hot; etcd; p99; clients=32, section=0.005 -->\n"
-    assert not_borne_out(f"{cite}Some 2,700 locks/s,\nand 210 ms there.\n\nAnd more.\n", found) == []
-    assert not_borne_out(f"{cite}Some 3,700 locks/s,\nand 210 ms there.\n\n2,748\n", found) == [f"alone; {MINE}; rate"]
-    missing = "alone; etcd; rate"
-    assert not_borne_out(f"<!-- race: {missing} -->\nSome 2,748 locks/s.\n", found) == [missing]
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/benchmarks.md"])
@@ -296,34 +242,6 @@ def test_a_run_is_resumed_and_outlives_a_failure(tmp_path: Path) -> None:
     assert [each.figures for each in Journal(path, run, resume=True).found] == [each.figures for each in journal.found]
     with pytest.raises(ValueError, match="another one"):
         _ = Journal(path, {"rounds": 3}, resume=True)
-
-
-def test_one_scenario_again() -> None:
-    """Its rows replace those of the last run, for the peers that were measured; others stay."""
-    last = results(
-        row("alone", MINE, {"rate": 1.0}), row("alone", "etcd", {"rate": 2.0}), row("own", MINE, {"rate": 3.0})
-    )
-    last["peers"] = [each for each in last["peers"] if each["name"] != "pottery"]
-    again = results(row("alone", MINE, {"rate": 4.0}), row("alone", "pottery", {"rate": 5.0}))
-    found = merged(last, again, ["alone"])
-    rates_now = {(each["scenario"], each["peer"]): each["figures"]["rate"] for each in found["rows"]}
-    assert rates_now == {("alone", MINE): 4, ("alone", "etcd"): 2, ("own", MINE): 3, ("alone", "pottery"): 5}
-    assert found["again"] == ["alone"]
-    assert "pottery" in [each["name"] for each in found["peers"]]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_scale_on_sqlite() -> None:
-    """A table of some hundred rows, and some leases of one process."""
-    [peer] = [each for each in PEERS if each.name == "dblock (SQLite)"]
-    with started({"SQLite"}, []) as places:
-        found = rows(300)(peer, places["SQLite"])
-        assert set(found) == {"take", "renew", "ls", "release", "list", "reap"}
-        assert all(value > 0 for value in found.values())
-        assert found["reap"] > found["list"], "with its pauses"
-        needs = held(20)(peer, places["SQLite"])
-        assert needs["connections"] == 0
-        assert needs["threads"] >= 2
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md"])

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import connections, transaction
 from sqlalchemy import create_engine, text
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.orm import scoped_session, sessionmaker
 
 import dblock
-import dblock.transactions
 import sqlalchemy_dblock
-import sqlalchemy_dblock.transactions
-from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
 from dblock.core.observing.observers import observers
-from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
 from tests.support.subjects import MATRIX, Subject
 
@@ -175,50 +168,6 @@ def test_a_child_ends_its_parents_atomic_block(request: pytest.FixtureRequest, d
         in_child(lambda: connections[database].atomic_blocks[-1].__exit__(None, None, None))
         assert lock.locked()
     assert not lock.locked()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """Django's and SQLAlchemy's lists of locks that wait for the end of a transaction are the parent's alone."""
-    ready(request, "sqlite")
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    sqlalchemy_dblock.metadata.create_all(engine)
-    waiting = (dblock.transactions._waiting, sqlalchemy_dblock.transactions._waiting)
-    for each in waiting:
-        each.clear()  # of sessions that other tests have used
-    with transaction.atomic(), Session(engine) as session:
-        session.execute(text("SELECT 1"))
-        with dblock.db_lock("k"), sqlalchemy_dblock.db_lock(engine, "k", session=session):
-            pass
-        assert [len(each) for each in waiting] == [1, 1]
-        assert in_child(lambda: [len(each) for each in waiting]) == [0, 0]
-        assert [len(each) for each in waiting] == [1, 1]
-    engine.dispose()
-
-
-class Unclosed:
-    """An event loop of the parent's."""
-
-    def is_closed(self) -> bool:
-        return False
-
-
-def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) -> None:
-    """The turn of being the first is the parent's; in the child everybody begins anew."""
-    plain = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    sqlalchemy_dblock.metadata.create_all(plain)
-    plain.dispose()
-    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/locks.sqlite3")
-    pool: Any = store_for(engine.sync_engine)._source
-
-    async def main() -> bool:
-        async with sqlalchemy_dblock.db_lock(engine, "k", timeout=5) as lock:
-            return bool(lock.fence)
-
-    pool._first = PooledConnection(loop=Unclosed())
-    assert in_child(lambda: asyncio.run(main())) is True
 
 
 @pytest.mark.parametrize("subject", SYNC, ids=str)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import hashlib
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import psycopg
@@ -20,12 +16,9 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 from sqlalchemy import create_engine, make_url
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Request
-from dblock.core.errors import LockStoreError
 from dblock.core.lock.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue
 from dblock.core.protocol.drive import drive
@@ -198,42 +191,6 @@ def test_whether_to_listen_is_yes_or_no() -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) -> None:
-    """A listener looks before it sleeps, and tells each waiter once; nobody finds it when it has ended."""
-    ready(request, database)
-    subject = Subject("sqlalchemy", "sync", database)
-    store, wakeups, channel = subject.lock("k")._place.store(), Wakeups(), f"dblock_test_{secrets.token_hex(4)}"
-    wakeup = Wakeup(store.database)
-    with subject.lock("k"):
-        subject.run(
-            "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
-            " channel, joined_at, expires_at) SELECT owner, 'k', 5, 1, '', '', 1, '', '', '', '', acquired_at,"
-            " expires_at FROM locks"
-        )
-        run(database, "SET GLOBAL long_query_time = 0.01")
-        before = slow(database)
-        listener = store.subscribe(channel, wakeups)
-        run(database, "SET GLOBAL long_query_time = 10")
-        assert isinstance(listener, KillQueryListener)
-        assert listener.listen(0.05) == []
-        assert slow(database) == before
-        wakeups.register("k", 5, wakeup)
-        assert listener.listen(60) == [Message("k", 5).text()], "it is to look, and what it sees may not be on disk yet"
-        assert listener.listen(0.05) == []
-        wakeups.unregister("k", 5, wakeup)
-        assert listener.listen(0.0) == []
-        wakeups.register("k", 5, wakeup)
-        assert len(listener.listen(60)) == 1, "another attempt"
-    named = f"SELECT IS_USED_LOCK('{channel}')"
-    assert run(database, named) != [(None,)]
-    listener.close()
-    assert until(lambda: run(database, named) == [(None,)])
-    with pytest.raises(LockStoreError, match="1094"):  # nobody has that name
-        run_call(store, channel)
-    subject.engine.dispose()
-
-
 STRANGE = ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"]
 """Channels that no process of ours has."""
 
@@ -280,32 +237,9 @@ def victim(database: str) -> Iterator[Callable[[], bool]]:
             _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{channel}')")
 
 
-def slow(database: str) -> object:
-    """How many statements the server has thought slow."""
-    [(_, count)] = run(database, "SHOW GLOBAL STATUS LIKE 'Slow_queries'")
-    return count
-
-
 def run_call(store: Any, channel: str) -> None:
     """Notify the process that listens there."""
     _ = store.execute(Execute(NO_STORE, store.database.dialect.queue.call, {"channel": channel}))
-
-
-@pytest.mark.parametrize("database", INNODB)
-def test_a_bell_that_cannot_be_rung(
-    request: pytest.FixtureRequest, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not relied on: a proxy leads KILL QUERY to another server, say."""
-    ready(request, database)
-    subject = Subject("sqlalchemy", "sync", database)
-    store, channel = subject.lock("k")._place.store(), f"dblock_test_{secrets.token_hex(4)}"
-
-    def nobody(*_: object) -> None:
-        raise LockStoreError("1094")
-
-    monkeypatch.setattr(type(store), "execute", nobody)
-    assert store.subscribe(channel, Wakeups()) is None
-    subject.engine.dispose()
 
 
 @pytest.mark.parametrize("database", INNODB)
@@ -339,29 +273,6 @@ def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
     subject.engine.dispose()
 
 
-def test_a_forked_child_leaves_the_bell_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it drops of its parent's is not ended at the server: the parent still hears. (mysqlclient would say so.)"""
-    ready(request, "mariadb")
-    timed(monkeypatch, **SELDOM)
-    engine, there = create_engine(url("mariadb")), Subject("sqlalchemy", "sync", "mariadb")
-    lock = db_lock(engine, "k", timeout=60)
-    with Remote(there) as remote, ThreadPoolExecutor(1) as thread:
-        remote.do("setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_')")
-        remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
-        waited = thread.submit(lock.acquire)
-        assert until(lambda: run("mariadb", EARS["mariadb"]) != [])
-        child = os.fork()
-        if not child:
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(child, 0) == (child, 0)
-        remote.do("lock.release()")
-        assert waited.result(5) is True
-        thread.submit(lock.release).result()
-    there.engine.dispose()
-    engine.dispose()
-
-
 @pytest.mark.parametrize("database", INNODB)
 def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: str) -> None:
     """A server lets users end their own statements only: the waiter polls, and its session is left alone."""
@@ -384,27 +295,6 @@ def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: st
         remote.do("lock.release()")
         assert waited.result(2.5 + 1) is True
         actor.call(lock, "release")
-    actor.close()
-    subject.engine.dispose()
-
-
-def test_nonsense_does_no_harm(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
-    """Anybody may send anything to the waiter's socket."""
-    ready(request, "postgresql")
-    subject = Subject("sqlalchemy", "sync", "postgresql")
-    holder, actor = subject.lock("k"), Actor(subject)
-    holder.acquire()
-    waited = actor.start(subject.lock("k", timeout=60).acquire)
-    assert until(lambda: waiters(subject) == 1)
-    [(channel,)] = subject.run("SELECT channel FROM lock_waiters")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for nonsense in (b"", b"\xff", b"x k", b"-1 k", b"1", "² k".encode(), b"1 " + b"k" * 9000):
-            stranger.sendto(nonsense, "\0" + channel)
-    time.sleep(0.1)
-    assert not waited.done()
-    holder.release()
-    assert waited.result(5) is True
-    assert "cannot listen" not in caplog.text
     actor.close()
     subject.engine.dispose()
 
@@ -512,69 +402,3 @@ def test_a_process_that_is_told_not_to_listen_polls(
     vars(store).pop("_waiter_services", None)
     subject.engine.dispose()
     assert len([message for message in caplog.messages if "cannot notify this process" in message]) == 1
-
-
-ENCODINGS: dict[str, tuple[str, ...]] = {
-    "UTF8": ("é", "鍵"),
-    "LATIN1": ("é",),
-    "EUC_JP": ("鍵", r"E'\xa9\xa1'"),
-    "SQL_ASCII": ("é", r"E'\xff\xfe'"),
-}
-"""What a session can say in a database of that encoding; the last ones, bytes, are no text."""
-
-
-@pytest.fixture(scope="session")
-def encoded(postgresql: object) -> Callable[[str], str]:
-    """The name of a database of an encoding, whose sessions do not speak UTF-8 unless they say so."""
-
-    @cache
-    def make(encoding: str) -> str:
-        name, theirs = f"encoded_{encoding.lower()}", encoding if encoding == "EUC_JP" else "LATIN1"
-        with psycopg.connect(plain(url("postgresql")), autocommit=True) as connection:
-            connection.execute(
-                f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C'"
-            )
-            connection.execute(f"ALTER DATABASE {name} SET client_encoding = '{theirs}'")
-        return name
-
-    return make
-
-
-def plain(address: str) -> str:
-    """As libpq reads it."""
-    return make_url(address).set(drivername="postgresql").render_as_string(hide_password=False)
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg_async", "asyncpg"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_listener_outlives_what_it_cannot_read(encoded: Callable[[str], str], encoding: str, driver: str) -> None:
-    """It reads what it can, whatever the sessions of the database speak; asyncpg, which decodes itself, texts alone."""
-    place = make_url(url("postgresql", driver)).set(database=encoded(encoding))
-    engine = create_engine(place) if driver == "psycopg" else create_async_engine(place)
-    channel = runtime.current.sockets().channel
-    texts = [text for text in (*ENCODINGS[encoding], "the end") if not (driver == "asyncpg" and text.startswith("E'"))]
-
-    def hear(sender: psycopg.Connection[Any]) -> list[str]:
-        subscription = db_lock(engine, "k")._place.store().subscribe(channel, Wakeups())
-        assert subscription is not None
-        heard = list[str]()
-        try:
-            for text in texts:
-                said = f"SELECT pg_notify('{channel}', {text if text.startswith('E') else repr(text)})"
-                sender.execute(said)
-                heard += subscription.listen(20)
-                sender.execute(said)
-                subscription.ask(time.monotonic() + 20)  # it comes before, or with the answer
-                heard += subscription.listen(20)
-        finally:
-            subscription.close()
-        return heard
-
-    with psycopg.connect(plain(str(place)), autocommit=True, client_encoding="UTF8") as sender:
-        heard = hear(sender) if driver == "psycopg" else asyncio.run(greenlet_spawn(hear, sender))
-    assert len(heard) == 2 * len(texts)
-    assert heard[::2] == heard[1::2]
-    assert [text for text in heard[::2] if "\ufffd" not in text] == [
-        text for text in texts if not text.startswith("E'")
-    ]

@@ -6,7 +6,6 @@ import asyncio
 import os
 import selectors
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -16,12 +15,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute
-from dblock.core.runtime import Runtime
 from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
-from tests.servers.test_fork import in_child
 from tests.support.proxy import Proxy
 from tests.support.steps import NO_STORE
 
@@ -75,30 +72,6 @@ def test_the_server_says_why_it_ends_a_session(engine: Engine) -> None:
         other.execute(text("SELECT pg_terminate_backend(:session)"), {"session": session})
     with pytest.raises(StoreUnanswered, match="terminating connection due to administrator command"):
         store.execute(step)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_while_another_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds out who this process is, which takes a while: the child does not wait for that thread."""
-    inside, go, name = threading.Event(), threading.Event(), socket.gethostname
-
-    def slowly() -> str:
-        inside.set()
-        go.wait(20)
-        return name()
-
-    monkeypatch.setattr(socket, "gethostname", slowly)
-    thread = threading.Thread(target=Runtime().flows.current)
-    thread.start()
-    assert inside.wait(20)
-
-    def child() -> str:
-        go.set()  # the child's own
-        return Runtime().flows.current().name
-
-    assert in_child(child)
-    go.set()
-    thread.join()
 
 
 class Turns(selectors.DefaultSelector):

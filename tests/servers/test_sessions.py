@@ -16,16 +16,12 @@ import pytest
 from django.db import connections
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.util import greenlet_spawn
 
-from dblock.core import clock
 from dblock.core.errors import LockStoreError
-from dblock.core.wakeup.registry import Wakeups
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of, wire
-from tests.servers.test_wire import _STRANGER as STRANGER
 from tests.support.lab import SOME, threads, until
 from tests.support.pages import block
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -107,27 +103,6 @@ def test_a_session_that_takes_no_writes_is_left(request: pytest.FixtureRequest, 
     with lock:
         assert idle.closed
     subject.engine.dispose()
-
-
-@pytest.mark.direct
-def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gets the key, so that there is nothing to watch: the connections are closed all the same."""
-    ready(request, "postgresql")
-    timed(monkeypatch, idle_session=0.3, trusted_idle=0.3, attention=0.5, linger=0.5)
-    run("postgresql", STRANGER["postgresql"])
-    subject = Subject("sqlalchemy", "sync", "postgresql")
-    actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._place.store()._source
-
-    def burst() -> bool:
-        tries = [actor.start(partial(subject.lock("k").acquire, blocking=False)) for actor in actors]
-        assert {each.result(20) for each in tries} == {False}
-        return len(pool._idle) > 1
-
-    assert until(burst, 20)
-    assert until(lambda: len(pool._idle) == 1, 20)
-    assert until(lambda: not threads("dblock "), 20), threads()
-    for each in actors:
-        each.close()
 
 
 def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,36 +211,6 @@ def test_a_question_is_one_round_trip(wire: Wire, monkeypatch: pytest.MonkeyPatc
     assert proxy.counted(cycles) == 40, proxy.heard
     timed(monkeypatch, trusted_idle=5.0)
     assert proxy.counted(cycles) == 20, proxy.heard
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("driver", ["", "psycopg", "asyncpg"])
-def test_a_message_that_comes_with_an_answer_is_heard(request: pytest.FixtureRequest, driver: str) -> None:
-    """A listener that asks whether the server is still there misses no message meanwhile."""
-    ready(request, "postgresql")
-    engine: Any = create_async_engine(url("postgresql", driver)) if driver else create_engine(url("postgresql"))
-    store = db_lock(engine, "k")._place.store()
-
-    def listen() -> None:
-        subscription = store.subscribe("dblock_test", Wakeups())
-        assert subscription is not None
-        for number in range(5):
-            run("postgresql", f"NOTIFY dblock_test, '{number}'")
-            subscription.ask(clock.now() + 20)
-            assert list(subscription.listen(20)) == [str(number)]
-        assert list(subscription.listen(0.01)) == []
-        subscription.close()
-
-    if not driver:
-        listen()
-        engine.dispose()
-        return
-
-    async def alisten() -> None:
-        await greenlet_spawn(listen)
-        await engine.dispose()
-
-    asyncio.run(alisten())
 
 
 @pytest.mark.direct

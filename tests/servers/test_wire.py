@@ -136,27 +136,6 @@ def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, 
     assert proxy.counted(tries) == 20, proxy.heard
 
 
-def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None:
-    """Connection cut after the server has committed: no double grant, no orphan, for each statement."""
-    with lock:
-        pass
-    proxy.cut_replies = 1
-    assert lock.acquire()
-    assert run(server, "SELECT owner, fence, count FROM locks") == [(lock.owner, lock.fence, 1)]
-    proxy.cut_replies = 1
-    assert lock.acquire()
-    assert run(server, "SELECT owner, count FROM locks") == [(lock.owner, 2)]
-    proxy.cut_replies = 1
-    lock.extend(60)
-    assert lock.remaining > 50
-    proxy.cut_replies = 1
-    lock.release()
-    assert run(server, "SELECT owner, count FROM locks") == [(lock.owner, 1)]
-    proxy.cut_replies = 1
-    lock.release()
-    assert run(server, "SELECT owner, count FROM locks") == [(None, 0)]
-
-
 _COLUMNS = (
     "(lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)"
 )

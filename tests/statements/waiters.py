@@ -456,6 +456,16 @@ _GRANT: Final = (
         on=SERVERS,
     ),
     _grant(
+        "a place that another flow inherits meanwhile is that flow's, and is gone",
+        keys=[_WAITED],
+        places=_TWO,
+        beside=[Do("adopt_place", {"owner": "w"}, DONE)],
+        commits=True,
+        reply=[(11, ...)],
+        after={"w": None, "k": _granted(**NEW, owner="heir", ttl=60.0)},
+        on=POSTGRESQL,
+    ),
+    _grant(
         "no call for who does not listen",
         **_HERE,
         places=_TWO,

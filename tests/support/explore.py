@@ -633,14 +633,14 @@ class Explored(NamedTuple):
     """Seconds until the last flow had what it wanted, or had given up."""
 
 
-def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
+def explore(make: Any, *, check: Any) -> Explored:
     """Go every way once; `check` looks at a world at its end. From every state some end can be reached."""
     seen = set[int]()
     before = defaultdict[int, list[tuple[int, Choice]]](list)
     """By state: the states before it, and what happened there."""
     over, longest = list[int](), 0.0
     stack: list[tuple[int, tuple[Choice, ...]]] = [(0, ())]
-    while stack and len(seen) < limit:
+    while stack:
         came_from, path = stack.pop()
         world: Small = make()
         try:
@@ -667,7 +667,7 @@ def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
                 assert len(path) < LONGEST_WAY, "it goes on for ever"
         except AssertionError as error:
             raise AssertionError(f"{error}, after\n{_story(path)}") from error
-    if not stack and (endless := seen - _leading_to(over, before)):
+    if endless := seen - _leading_to(over, before):
         raise AssertionError(f"it goes on for ever, after\n{_story(_way_to(endless, before))}")
     return Explored(len(seen), len(over), longest)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,12 +16,12 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows, Step, Steps, Wait
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
-from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.wakeup.registry import Wakeups
 from tests.support.steps import no_store, pause_of
 
 
@@ -77,10 +76,6 @@ class World:
     """Those who wait in other processes, by the channel on which each is notified."""
     calls: list[str] = field(default_factory=list)
     """The channels that neighbours have notified."""
-    overtaken: int = 0
-    """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
-    barged: int = 0
-    """How often a newcomer took a key for which others may have been waiting."""
     covered: bool = False
     """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
     server: int = 1
@@ -281,7 +276,6 @@ class World:
         life = min(p["life"], left) if self.covered else p["life"]
         [(fence,)] = self._begin(row, {**p, "owner": p["heir"], "life": life})
         self.rows[p["key"]]["streak"] = streak
-        self.overtaken = max(self.overtaken, streak)
         return [(fence, int(life * 1000) if self.covered else 0)]
 
     def _leave_queue(self, p: dict[str, Any]) -> Rows:
@@ -332,10 +326,7 @@ class World:
             return []
         if row["last"] == row["served"]:
             return self._begin(row, p)
-        if p["fair"]:
-            return []
-        self.barged += 1
-        return self._begin(row, p)
+        return [] if p["fair"] else self._begin(row, p)
 
     def _create(self, p: dict[str, Any]) -> Rows:
         return [] if p["key"] in self.rows or not self._in_epoch(None) else self._begin(None, p)
@@ -354,14 +345,6 @@ class World:
     def _tenure(self, p: dict[str, Any]) -> dict[str, Any] | None:
         row = self.rows.get(p["key"])
         return row if row and (row["owner"], row["fence"]) == (p["owner"], p["fence"]) else None
-
-    def _set_count(self, p: dict[str, Any]) -> Rows:
-        row = self._tenure(p)
-        if row is None or row["expires_at"] <= self.time:
-            return []
-        row["count"] = p["count"]
-        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
-        return [()]
 
     def _changes_hands(self, p: dict[str, Any]) -> dict[str, Any] | None:
         """The row whose owner a statement replaces, or has replaced."""
@@ -386,13 +369,6 @@ class World:
             return []
         least = row["expires_at"] if row["owner"] == p["heir"] else 0.0  # sent again
         row |= {"owner": p["heir"], "count": 1, "ttl": p["ttl"], "expires_at": max(self.time + p["life"], least)}
-        return [()]
-
-    def _extend(self, p: dict[str, Any]) -> Rows:
-        row = self._tenure(p)
-        if row is None or row["expires_at"] <= self.time:
-            return []
-        row["expires_at"] = self.time + p["life"]
         return [()]
 
     def _renew(self, p: dict[str, Any]) -> Rows:
@@ -427,65 +403,6 @@ def copied(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 class Interrupted(BaseException):
     """A cancellation or Ctrl-C."""
-
-
-@dataclass
-class Scheduled:
-    """A flow of a random schedule."""
-
-    world: World
-    chance: random.Random
-    steps: Steps[Any] | None = None
-    reply: Any = None
-    error: BaseException | None = None
-    wakes: float = 0.0
-    wakeup: Wakeup | None = None
-    under_way: tuple[Execute, set[str]] | None = None
-    """A statement that has yet to take effect, and the waiters that it sees."""
-    done: bool = False
-
-    def ready(self) -> bool:
-        notified = self.wakeup is not None and self.wakeup.notified()
-        return not self.done and (self.wakes <= self.world.time or notified)
-
-    def arrive(self) -> None:
-        """The statement under way takes effect."""
-        if self.under_way is not None:
-            (step, seen), self.under_way = self.under_way, None
-            self.reply = self.world.execute(step, seen)
-
-    def go_on(self) -> Step | None:
-        """Its next step, after the answer or the error to the last one: a pause has begun; a statement has not."""
-        assert self.steps is not None
-        self.wakes = self.world.time
-        try:
-            step = self.steps.send(self.reply) if self.error is None else self.steps.throw(self.error)
-        except StopIteration:
-            self.done = True
-            return None
-        self.reply = self.error = self.wakeup = None
-        if not isinstance(step, Execute):
-            self.wakes += pause_of(step)
-            self.wakeup = step.wakeup if isinstance(step, Wait) else None
-        return step
-
-    def run(self) -> None:
-        """One step further: a statement takes effect, and the next one begins."""
-        self.arrive()
-        if isinstance(step := self.go_on(), Execute):
-            self.under_way = step, self.world.snapshot()
-
-
-def to_the_end(crowd: Sequence[Scheduled], within: float, check: Callable[[], None]) -> None:
-    """Run flows in a random order; time passes only when nobody can do anything."""
-    world, begun = crowd[0].world, crowd[0].world.time
-    while not all(flow.done for flow in crowd):
-        if ready := [flow for flow in crowd if flow.ready()]:
-            crowd[0].chance.choice(ready).run()
-            check()
-        else:
-            world.time = min(flow.wakes for flow in crowd if not flow.done)
-            assert world.time < begun + within, "somebody was forgotten"
 
 
 def play(

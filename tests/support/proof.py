@@ -90,12 +90,12 @@ REQUIREMENTS: Final = (
     Requirement(
         "A take inside an old transaction",
         "expiry counts from now",
-        (f"{F}clocks.py::test_a_lease_taken_in_an_old_transaction_counts_from_now",),
+        ("tests/django/test_transactions.py::test_a_lease_counts_from_now_not_from_the_transaction",),
     ),
     Requirement(
         "The caller's transaction rolls back",
         "an independent lock is held on",
-        (f"{F}clocks.py::test_the_callers_rollback_does_not_release",),
+        ("tests/django/test_transactions.py::test_a_rollback_does_not_release",),
     ),
     Requirement(
         "The holder is killed; the first k of 20 waiters are killed",
@@ -103,16 +103,15 @@ REQUIREMENTS: Final = (
         (
             f"{F}queue.py::test_the_next_has_the_key_when_its_holder_was_killed",
             f"{F}queue.py::test_dead_waiters_are_passed_over_together",
-            f"{F}paused.py::test_a_holder_that_dies_is_followed_within_a_ttl",
         ),
     ),
     Requirement(
         "`acquire` is cancelled, interrupted, or times out",
         "a handle, or nothing after one ttl, and no renewer",
         (
-            f"{F}races.py::test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing",
+            f"{F}interrupts.py::test_every_moment_of_a_lock_may_be_interrupted",
             f"{F}races.py::test_an_acquire_that_times_out_leaves_nothing",
-            f"{F}races.py::test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing",
+            "tests/contract/test_cancellation.py::test_a_cancelled_take_leaves_nothing",
         ),
     ),
     Requirement(
@@ -301,7 +300,6 @@ REQUIREMENTS: Final = (
         (
             f"{F}quorum.py::test_a_minority_that_fails_delays_nobody_after_its_first_failure",
             f"{F}quorum.py::test_two_of_three_that_do_not_answer",
-            f"{F}quorum.py::test_tenures_beside_failing_minorities",
             NEMESIS,
         ),
     ),
