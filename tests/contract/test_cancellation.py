@@ -165,24 +165,6 @@ def test_a_silent_server_keeps_nobody_who_waits(
     other.call(holder, "release")
 
 
-def test_a_silent_server_keeps_nobody_who_enters_again(
-    async_face: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Likewise."""
-    lock = async_face.lock("k", ttl=60)
-    acquire = getattr(lock, async_face.method("acquire"))
-
-    async def main() -> float:
-        await acquire()
-        with monkeypatch.context() as patch:
-            silence(lock._place.store(), patch)
-            seconds = await took(acquire(), 0.05)
-        await getattr(lock, async_face.method("release"))()
-        return seconds
-
-    assert actor.do(main) < 1.6
-
-
 def test_a_cancelled_take_leaves_nothing(async_driver: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whatever step of the loop the cancellations begin, if there is time to clean up."""
     timed(monkeypatch, undo_timeout=10.0)

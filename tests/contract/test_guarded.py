@@ -480,19 +480,6 @@ def test_a_savepoint_is_no_commit(database: str, client: Callable[..., Client], 
     assert notes(database) == (how == "savepoint")
 
 
-def test_a_commit_by_hand_is_refused_by_django(database: str, client: Callable[..., Client]) -> None:
-    """As in every atomic()."""
-    holder = client("django")
-
-    def body(given: Any) -> None:
-        write(given)
-        transaction.commit(using=holder.alias)
-
-    with pytest.raises(TransactionManagementError, match="atomic"):
-        holder.block(holder.lock(), body)
-    assert notes(database) == 0
-
-
 # -- hooks of the application
 
 
@@ -739,38 +726,6 @@ def test_a_decorated_function(database: str, client: Callable[..., Client], riva
     assert notes(database) == 2
 
 
-@pytest.mark.parametrize("kind", ["django", "session"])
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-def test_decorators_of_the_family_skip_what_is_busy(
-    database: str, client: Callable[..., Client], rival: Rival, kind: str
-) -> None:
-    """As that of a plain lock, under the keys of the call."""
-    holder = client(kind)
-    face: Any = dblock if holder.django else sqlalchemy_dblock
-    first = () if holder.django else (holder.engine,)
-    options = {"on_busy": "skip", "otherwise": "skipped", "timeout": 0}
-    options |= {"using": holder.alias} if holder.django else {}
-    rw, theirs = face.db_rwlock(*first, "rw:{x}", **options), sqlalchemy_dblock.db_rwlock(rival.engine, "rw:1")
-    permits = sqlalchemy_dblock.db_semaphore(rival.engine, "s:1", permits=1)
-    family = {
-        face.db_locks(*first, "a:{x}", "b", **options): sqlalchemy_lock(rival.engine, "a:1"),
-        rw.read(): theirs.write(),
-        rw.write(): theirs.read(),
-        face.db_semaphore(*first, "s:{x}", permits=1, **options).permit(): permits.permit(),
-    }
-    for number, (lock, other) in enumerate(family.items(), 1):
-
-        @holder.guarded(lock)
-        def sell(x: int) -> int:
-            write(Django(holder.alias) if holder.django else holder.given)
-            return x
-
-        with other:
-            assert sell(1) == "skipped"
-        assert sell(1) == 1
-        assert notes(database) == number
-
-
 # -- refusals: each names the way out
 
 
@@ -1008,27 +963,6 @@ def test_one_object_in_several_tasks(database: str, client: Callable[..., Client
     assert block._withs == []
 
 
-@pytest.mark.parametrize("kind", ["sessionmaker", "django"])
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-def test_blocks_that_end_in_another_order(
-    database: str, client: Callable[..., Client], rival: Rival, kind: str
-) -> None:
-    """The outer one first: each transaction is committed, no key is free before its own is, and all are then."""
-    holder = client(kind)
-    one, two = (holder.guarded(holder.lock(key, ttl=30)) for key in "ab")
-    givens = one.__enter__(), two.__enter__()
-    for given in givens:
-        write(Django(holder.alias) if holder.django else given)
-    one.__exit__(None, None, None)
-    assert notes(database) == (0 if holder.django else 1)
-    assert rival.gets_in("a") is not holder.django
-    assert not rival.gets_in("b")
-    two.__exit__(None, None, None)
-    assert notes(database) == 2
-    assert rival.gets_in("a")
-    assert rival.gets_in("b")
-
-
 # -- interrupts
 
 
@@ -1178,35 +1112,6 @@ def test_a_loss_interrupts_the_body_alone(database: str, client: Callable[..., C
     else:
         assert on_loop(main()) == "done"
         assert notes(database) == 1
-
-
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-def test_a_loss_in_the_commit_interrupts_the_body_around_it(database: str, client: Callable[..., Client]) -> None:
-    """Once the block has ended, which is told no error of the lock."""
-    holder = client("async engine")
-    lock, told = holder.lock(ttl=30, interrupt=True), list[str]()
-
-    async def main() -> None:
-        async with lock:
-            async with holder.guarded(lock) as given:
-                await given.execute(text("INSERT INTO guarded VALUES (1)"))
-                [hold] = lock._holds()
-
-                def lose(*_: object) -> None:
-                    hold.lease.trusted_until = 0.0
-                    assert hold.lease.lose()
-                    runtime.current.watchdog.announce(hold)
-                    await_only(asyncio.sleep(0.1))
-
-                event.listen(given.sync_connection, "commit", lose)
-            told.append("committed")
-            await asyncio.sleep(20)
-            pytest.fail("unreachable")
-
-    with pytest.raises(LockLost):
-        on_loop(main())
-    assert told == ["committed"]
-    assert notes(database) == 1
 
 
 @pytest.mark.parametrize("kind", ["django", "engine"])

@@ -14,7 +14,7 @@ from dblock.core.errors import LockDeadlock, LockLost
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
-from tests.conftest import POOLER, SELDOM, timed
+from tests.conftest import SELDOM, timed
 from tests.support.lab import PROTOCOL, remaining, renewed, until
 from tests.support.subjects import Actor, Subject, twin
 
@@ -253,25 +253,6 @@ def begins_on_its_place(
     other.call(lock, "release")
 
 
-def test_an_heir_that_is_notified_needs_no_statement(
-    face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
-    if POOLER or not (face.database == "postgresql" and face.lock("k")._place.store().renewable):
-        pytest.skip("nobody notifies it")
-    timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
-    sent = listen_in(face, monkeypatch)
-    for _ in range(5):
-        holder = face.lock("k")
-        actor.call(holder, "acquire")
-        lock, waiting = wait_for(face, other, ttl=20)
-        sent.clear()
-        actor.call(holder, "release")
-        assert waiting.result(30) is True
-        assert "accept" not in [name for name, _ in sent]
-        other.call(lock, "release")
-
-
 @pytest.mark.parametrize("fair", [True, False])
 def test_a_lease_is_no_longer_than_was_asked_for(protocol: Subject, actor: Actor, other: Actor, fair: bool) -> None:
     """From the first moment of a tenure that came through the queue: not as long as the place there."""
@@ -336,17 +317,6 @@ def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
     monkeypatch.setattr(store, "execute", executing)
     return sent
-
-
-def test_a_lease_that_ends_moves_the_queue(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """The holder is gone without a word: the first waiter has the key when the lease ends."""
-    holder = protocol.lock("k", ttl=1.2, renew=False)
-    actor.call(holder, "acquire")
-    lock, waiting = wait_for(protocol, other)
-    assert waiting.result(15) is True
-    assert other.get(lock, "fence") > 0
-    other.call(lock, "release")
-    assert actor.get(holder, "state") == "lost"
 
 
 def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor) -> None:

@@ -18,22 +18,16 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
-from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
-from dblock.core.lock import entering
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.majority.asking import the_asks
-from dblock.majority.attempts import Attempts
-from dblock.majority.base import BaseQuorumLock
-from dblock.majority.held import Held
-from dblock.majority.member import Member
 from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
@@ -192,16 +186,6 @@ def test_a_majority_that_others_hold_is_waited_for(place: Place) -> None:
     assert holders() == []
 
 
-def test_a_slow_wait_is_logged_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """In whichever database it waits, and however often it tries."""
-    one, two = place.actors
-    lock = place.lock()
-    assert one.call(lock, "acquire") is True
-    assert two.call(place.lock(timeout=1, slow_wait=0.05), "acquire") is False
-    assert len([line for record in caplog.records if "has been waiting" in (line := record.getMessage())]) == 1
-    one.call(lock, "release")
-
-
 def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
     """While the others keep the lock: a majority that has worn down grows again."""
     [actor, _] = place.actors
@@ -355,31 +339,6 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("place", FACES[:1], indirect=True, ids="-".join)
-def test_two_of_three_whose_rows_somebody_has_locked(place: Place) -> None:
-    """They cannot be asked: nobody holds the key there, so there is no holder to see to. Takes do not wait for them."""
-    [actor, _] = place.actors
-    lock = place.lock()
-    assert actor.call(lock, "acquire")
-    actor.call(lock, "release")  # now there are rows
-    with contextlib.ExitStack() as strangers:
-        for database in ("postgresql", "mariadb"):
-            stranger = strangers.enter_context(contextlib.closing(engine("sync", database).connect()))
-            stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
-        for timeout in (0, 0.3, 0, 0.3, 0):
-            with pytest.raises(QuorumUnavailable, match="fewer than 2 of 3 databases can be asked") as few:
-                actor.call(place.lock(), "acquire", timeout=timeout)
-            assert sum("somebody's transaction" in answer for answer in few.value.answers.values()) == 2
-        assert [the_asks().is_silent(each._place.store()) for each in lock._members] == [False, True, True]
-
-    def recovers() -> bool:
-        assert actor.call(lock, "acquire", timeout=3)
-        actor.call(lock, "release")
-        return not any(the_asks().is_silent(each._place.store()) for each in lock._members)
-
-    assert until(recovers, 5)
-
-
 @each_face
 def test_what_is_refused(place: Place) -> None:
     lock = place.lock()
@@ -472,17 +431,6 @@ def test_it_is_asked_back_in_one_of_the_databases(place: Place) -> None:
     time.sleep(0.6)
     assert told == [(lock, "root: deploying")]
     actor.call(lock, "release")
-
-
-def test_it_is_kept_for_a_while(place: Place) -> None:
-    """As each of its databases keeps it."""
-    [actor, other] = place.actors
-    actor.within(place.lock(min_hold=0.7))
-    began = time.monotonic()
-    assert other.call(place.lock(), "acquire", blocking=False) is False
-    assert other.call(place.lock(), "acquire", timeout=5) is True
-    assert 0.3 < time.monotonic() - began < 3
-    other.call(place.lock(), "release")
 
 
 def test_the_body_is_interrupted_when_it_is_lost(place: Place) -> None:
@@ -629,81 +577,6 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert told == [(lock, Reason.RELEASED)]
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-    assert until(lambda: not holders(), 3)
-
-
-@pytest.mark.parametrize("where", ["_leaves", "_left", "give", "_end", "renew_no_more"])
-def test_a_block_whose_leaving_is_interrupted_is_given_back(
-    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever that happens; and the same flow may take it again."""
-    actor, lock, struck = place.actors[0], place.lock(), list[str]()
-    of: Any = Held if where in vars(Held) else BaseQuorumLock
-    plain = getattr(of, where)
-
-    def strikes(*given: Any, **named: Any) -> Any:
-        if not struck:
-            struck.append(where)
-            raise KeyboardInterrupt
-        return plain(*given, **named)
-
-    def body() -> None:
-        monkeypatch.setattr(of, where, strikes)
-
-    with pytest.raises(KeyboardInterrupt):
-        actor.within(lock, body)
-    assert struck
-    assert until(lambda: not holders(), 3)
-    actor.within(lock, lock.check)
-    assert until(lambda: not holders(), 3)
-
-
-def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the outer one would not be the last."""
-    lock = place.lock()
-
-    def strikes(*_: Any) -> Any:  # it has been entered, and is not noted
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    async def anew() -> None:
-        async with lock:
-            pass
-
-    def body() -> Any:
-        monkeypatch.setattr(entering, "Block", strikes)
-        if place.face == "async":
-            return aenters()
-        with pytest.raises(KeyboardInterrupt), lock:
-            pass
-        return None
-
-    async def aenters() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            await anew()
-
-    place.actors[0].within(lock, body)
-    assert until(lambda: not holders(), 3)
-
-
-@pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back_later"])
-def test_an_answer_that_an_interrupt_has_met_is_given_back(
-    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before it was noted, or after: else one of the rows is left to its lease."""
-    if place.face == "async":
-        pytest.skip("tasks are cancelled instead")
-    of: Any = Member if where == "note" else Attempts
-    plain = getattr(of, where)
-
-    def strikes(*given: Any, **named: Any) -> Any:
-        monkeypatch.undo()
-        plain(*given, **named)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of, where, strikes)
-    with pytest.raises(KeyboardInterrupt):
-        place.actors[0].call(place.lock(), "acquire")
     assert until(lambda: not holders(), 3)
 
 

@@ -129,25 +129,6 @@ def test_it_keeps_what_it_is_told_to_keep(
     assert old(either)
 
 
-def test_it_is_off_unless_asked_for(
-    either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The watchdog has run, and plans no reaping."""
-    own, looks = reaping(), list[float]()
-    watchdog = runtime.current.watchdog
-    plainly = watchdog._look_at_all
-
-    def noted() -> float:
-        looks.append(clock.now())
-        return plainly()
-
-    monkeypatch.setattr(watchdog, "_look_at_all", noted)
-    assert taking(actor, own, lambda: len(looks) > 2)
-    assert own.lock("k")._place.store() not in watchdog._reap_at
-    assert not reapers()
-    assert old(either)
-
-
 ENDING = """
 from django.test import override_settings
 from dblock.core import timing

@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import (
     InvalidKey,
-    LockDeadlock,
     LockLost,
     LockNotHeld,
     LockTimeout,
@@ -27,11 +26,9 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Steps, sleep
 from dblock.core.values import Grant, Tenure
-from dblock.operating import administration
-from tests.conftest import ALIASES, INNODB, SERVERS, ready
+from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
@@ -180,23 +177,6 @@ def test_a_writer_that_reads(either: Subject, actor: Actor, other: Actor) -> Non
     actor.call(read, "release")
     assert actor.call(read, "locked") is False
     assert other.call(rw.read(), "acquire", blocking=False) is True
-
-
-def test_a_reader_that_does_not_enter_twice(either: Subject, actor: Actor) -> None:
-    """With reentrant=False a try and a wait with an end fail; one without end is told at once."""
-    read = rwlock(either, reentrant=False).read()
-    actor.call(read, "acquire")
-    assert actor.call(read, "acquire", blocking=False) is False
-    begun = time.monotonic()
-    assert actor.call(read, "acquire", timeout=0.3) is False
-    assert time.monotonic() - begun > 0.25
-    with pytest.raises(LockTimeout, match="this very thread or task holds it, and reentrant=False"):
-        actor.within(rwlock(either, reentrant=False, timeout=0.1).read())
-    with pytest.raises(LockDeadlock):
-        actor.call(read, "acquire", timeout=None)
-    assert actor.call(read, "verify")
-    actor.call(read, "release")
-    assert readers(either) == 0
 
 
 def test_downgrade(protocol: Subject, actors: Actors) -> None:
@@ -466,22 +446,6 @@ def test_a_guarded_one_keeps_the_others_out(request: pytest.FixtureRequest, data
         theirs.release()
 
 
-def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> None:
-    """As any lock, by the key of its row; the writer enters, and the reader has lost it."""
-    one, two = actors(2)
-    read, write = rwlock(protocol).read(), rwlock(protocol, timeout=30).write()
-    one.call(read, "acquire")
-    waiting = two.begin(write, "acquire")
-    time.sleep(0.2)
-    info = one.call(read, "inspect")
-    store = protocol.lock("k")._place.store()
-    play = drive if protocol.face == "sync" else adrive
-    assert one.do(lambda: play(administration.force_release(store, info.key, info.fence, "enough")))
-    assert waiting.result(30) is True
-    with pytest.raises(LockLost):
-        one.call(read, "verify")
-
-
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])
 def test_a_guard_of_a_neighbour_keeps_no_reader_out(request: pytest.FixtureRequest, database: str) -> None:
     """Of the next key, of another reader, nor of a reader of the next key: InnoDB may lock gaps between their rows."""
@@ -554,34 +518,6 @@ def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, dat
             rwlock(subject).write().acquire()
     with rwlock(subject).write():
         pass
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_reader_is_kept_out_by_its_own_min_hold(request: pytest.FixtureRequest, database: str) -> None:
-    """In a transaction that keeps the key: a try fails, a wait that is too short fails, a longer one gets in."""
-    ready(request, database)
-    subject = Subject("django", "sync", database)
-    with transaction.atomic(using=ALIASES[database]):
-        with rwlock(subject, min_hold=1.0).read():
-            began = time.monotonic()
-        assert not rwlock(subject).read().acquire(blocking=False)
-        assert not rwlock(subject, timeout=0.1).read().acquire()
-        with pytest.raises(LockTimeout, match="it is held by"), rwlock(subject, timeout=0.1).read():
-            pass
-        with rwlock(subject, timeout=5).read():
-            assert time.monotonic() - began > 0.99
-
-
-def test_a_downgrade_without_a_hold(either: Subject, actor: Actor) -> None:
-    """It says that this flow writes not, also of one that reads; nothing of where a lock is released."""
-    rw = rwlock(either)
-    for _ in range(2):
-        with pytest.raises(
-            LockNotHeld, match="cannot downgrade 'k': as a writer this thread or task does not"
-        ) as caught:
-            actor.call(rw.write(), "downgrade")
-        assert "wait_for" not in str(caught.value)
-        actor.call(rw.read(), "acquire")
 
 
 @pytest.mark.parametrize(

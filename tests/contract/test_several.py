@@ -287,24 +287,6 @@ def test_a_lock_that_is_lost_meanwhile(either: Subject, actor: Actor, other: Act
     other.call(busy, "release")
 
 
-def test_a_cancellation_stays_one(async_face: Subject, actor: Actor, other: Actor) -> None:
-    """Though what was taken cannot be released in order any more."""
-    busy = async_face.lock("b")
-    assert other.call(busy, "acquire")
-
-    async def main() -> None:
-        locks = several(async_face, "a", "b", ttl=0.5, renew=False, timeout=20)
-        task = asyncio.ensure_future(getattr(locks, async_face.method("acquire"))())
-        await asyncio.sleep(0.6)
-        _ = task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    actor.do(main)
-    other.call(busy, "release")
-    assert until(lambda: waiters(async_face) == 0)
-
-
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
 def test_what_is_refused_before_anything_is_taken(subject: Subject) -> None:
     """A member that may be skipped, the skipped body of a `with`, and functions whose body runs later."""
@@ -342,20 +324,6 @@ def test_each_of_them_may_be_left_and_waited_for_alone(either: Subject, actor: A
     assert waiting.result(30) is True
     assert owners(either) == {"a": False, "b": True, "c": False}
     other.call(either.lock("b"), "release")
-
-
-def test_one_of_them_was_freed(either: Subject, actor: Actor, other: Actor) -> None:
-    """The others are released, and the end says which was lost."""
-    locks = several(either, "a", "b", "c")
-    for _ in range(2):
-        actor.call(locks, "acquire")
-        either.run("UPDATE locks SET owner = NULL, freed_fence = fence, expires_at = acquired_at WHERE lock_key = 'b'")
-        assert other.call(either.lock("b"), "acquire", blocking=False) is True
-        with pytest.raises(LockLost, match="'b'"):
-            actor.call(locks, "release")
-        assert owners(either) == {"a": False, "b": True, "c": False}
-        other.call(either.lock("b"), "release")
-    assert actor.get(locks, "state") is None
 
 
 def test_two_modes_of_one_key(either: Subject, actor: Actor, other: Actor) -> None:
