@@ -501,6 +501,8 @@ def test_a_hostile_user(site: Site) -> None:
         for address in (change("k", "release"), change("k", "revoke"), f"{LIST}reap/"):
             assert strict.post(address, given).status_code == 403, "without the form's token"
         client = site.user(*PERMISSIONS)
+        for address in (f"{LIST}add/", change("k", "delete")):
+            assert client.get(address).status_code == 403, "for nobody"
         for wrong in ({}, {"reason": "x"}, {"fence": "x", "reason": "x"}, {"fence": "1' OR 1=1", "reason": "x"}):
             assert client.post(change("k", "release"), wrong).status_code == 200, "the form again"
         for fence in ("1", "-1", str(2**62)):

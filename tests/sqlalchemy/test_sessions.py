@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -256,22 +255,6 @@ def test_two_sessions(database: str, engine: Engine, how: str, first: int) -> No
     assert others_get_in(database)
 
 
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-def test_a_session_that_is_thrown_away_leaves_it_to_another_one(database: str, engine: Engine) -> None:
-    """Which is still open: it is renewed until that has ended."""
-    with Session(engine) as session:
-        thrown_away = Session(engine)
-        with db_lock(engine, "k", session=session), db_lock(engine, "k", session=thrown_away, ttl=1):
-            session.execute(text("SELECT 1"))
-            thrown_away.execute(text("SELECT 1"))
-        del thrown_away
-        gc.collect()
-        time.sleep(1.5)
-        assert not others_get_in(database)
-        session.commit()
-    assert others_get_in(database)
-
-
 def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine) -> None:
     """The session's end would release it beside its bearer."""
     with Session(engine) as session:
@@ -324,18 +307,6 @@ def test_it_is_told_when_that_has_ended(database: str, engine: Engine) -> None:
         session.commit()
     assert told[3:] == [("released", 0)]
     stop()
-
-
-def test_several_locks_of_one_transaction(database: str, engine: Engine) -> None:
-    """All are given back at its end."""
-    with Session(engine) as session:
-        session.execute(text("SELECT 1"))
-        for key in ("a", "b", "c"):
-            with db_lock(engine, key, session=session):
-                pass
-        assert not any(others_get_in(database, key) for key in ("a", "b", "c"))
-        session.rollback()
-    assert all(others_get_in(database, key) for key in ("a", "b", "c"))
 
 
 def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:

@@ -111,15 +111,6 @@ def test_both_faces_share_one_memory(locks: testing.Memory, engine: Engine) -> N
             thread.result()
 
 
-def test_an_engine_of_these_times(locks: testing.Memory) -> None:
-    """A pool that is made meanwhile is the real process's: afterwards its idle connections are closed by it."""
-    outer = runtime.current.outer  # type: ignore[attr-defined]
-    made = create_engine("sqlite:////nonexistent/another")
-    lock = sqlalchemy_dblock.db_lock(made, "k")
-    assert set(outer.pools()) >= {lock._place._store._source}
-    assert not runtime.current.pools()
-
-
 def test_on_an_event_loop(locks: testing.Memory) -> None:
     """Both faces' asynchronous locks: held, waited for in vain, handed on from task to task, lost."""
     engine = create_async_engine(f"sqlite+aiosqlite:///{NOWHERE}")
@@ -422,26 +413,6 @@ def test_a_task_waits_for_the_thread_that_runs_it(locks: testing.Memory) -> None
 
     with dblock.db_lock("k", using="postgresql"), at_once():
         asyncio.run(wait())
-
-
-def test_first_come_first_served(locks: testing.Memory, db_lock: Make) -> None:
-    """As by the database."""
-    order: list[int] = []
-
-    def work(number: int) -> None:
-        with db_lock("k", timeout=60):
-            order.append(number)
-
-    with db_lock("k") as lock:
-        threads = []
-        for number in range(4):
-            threads.append(Thread(lambda number=number: work(number)))  # type: ignore[misc]
-            while len(runtime.current.wakeups._registered) <= number:
-                time.sleep(0.001)
-        assert lock.state == "held"
-    for thread in threads:
-        thread.result()
-    assert order == [0, 1, 2, 3]
 
 
 # -- transactions

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
 from sqlalchemy import StaticPool, create_engine
 
 import sqlalchemy_dblock
@@ -192,24 +191,6 @@ def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
         subject.run("ALTER TABLE elsewhere RENAME TO locks")
     [attempt] = locks.history
     assert (attempt.outcome, attempt.error) == ("failed", caught.value)
-
-
-def test_a_key_that_is_busy_inside_a_transaction(subject: Subject, actor: Actor, other: Actor) -> None:
-    """It is busy there too: waiting inside the transaction would keep its holder from going on."""
-    if (subject.variant, subject.database, subject.face) != ("django", "sqlite", "sync"):
-        pytest.skip("SQLite has one writer, and Django an open transaction that it can see")
-
-    def wait() -> None:
-        with transaction.atomic(using=ALIASES["sqlite"]), pytest.raises(LockTimeout, match="inside a transaction"):
-            with connections[ALIASES["sqlite"]].cursor() as cursor:
-                cursor.execute("DELETE FROM locks WHERE lock_key = 'nobody'")
-            with subject.lock("k", timeout=5):
-                pass
-
-    with testing.record(bind(subject)) as locks:
-        with Stranger(other, locks.busy("k")):
-            actor.do(wait)
-        assert [(each.outcome, each.error) for each in locks.history] == [("busy", None)]
 
 
 def test_in_one_in_another(sqlite: object) -> None:
