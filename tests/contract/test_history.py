@@ -284,20 +284,6 @@ for _ in range(3):
         assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
 
 
-@pytest.mark.usefixtures("soon")
-def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
-    """Two engines of one address: what happens through the one without a history is not written."""
-    plain = Subject("sqlalchemy", "sync", "sqlite")
-    ready(request, "sqlite")
-    with kept(plain, 1000) as own:
-        with db_lock(plain.engine, "k"):
-            pass
-        with db_lock(own.engine, "k"):
-            pass
-        assert len(written(own, 2)) == 2
-    plain.engine.dispose()
-
-
 def test_a_forked_child_writes_what_it_has_done_itself(request: pytest.FixtureRequest) -> None:
     """And not once more what its parent has."""
     ready(request, "postgresql")  # SQLite's library does not like a fork while another thread is in it

@@ -296,13 +296,6 @@ def test_every_setting_and_signal_is_explained() -> None:
     assert len(told) == 8
 
 
-def test_checks_can_be_silenced() -> None:
-    """One by one, as Django has it."""
-    with override_settings(DBLOCK={"TLL": 5}, SILENCED_SYSTEM_CHECKS=["dblock.E001"]):
-        [found] = checks.run_checks(tags=["dblock"])
-        assert found.is_silenced()
-
-
 def test_rows_that_nobody_reaps_are_a_warning_before_deployment() -> None:
     """W005, unless processes reap by themselves, or a schedule of Celery's has the task; others, nobody knows here."""
     app = Celery("reaped", set_as_current=False)
