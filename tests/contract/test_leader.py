@@ -395,49 +395,6 @@ def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., A
             candidate(**options)
 
 
-def test_a_late_resignation_ends_no_later_term(
-    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
-) -> None:
-    """Of several who wait for the end of a body, each ends the term of that body alone.
-
-    The object is elected again before all of them have noticed, and that term's end is asked for too.
-    """
-    leader, resign = candidate(), either.method("resign")
-    first, *others = actors(6)
-
-    def led(during: Callable[[], None]) -> None:
-        inside, go_on = threading.Event(), threading.Event()
-
-        def body() -> None:
-            inside.set()
-            assert go_on.wait(30)
-
-        running.append(actor.start(lambda: _within(either, leader, body)))
-        assert inside.wait(30)
-        try:
-            during()
-        finally:
-            go_on.set()
-
-    def asked(who: list[Actor]) -> None:
-        resigning.extend(each.start(getattr(leader, resign)) for each in who)
-        assert until(lambda: not leader.is_leader)
-
-    def asked_again() -> None:
-        asked([first])
-        for _ in range(25):
-            assert either.row(KEY)["owner"], "it was released under a body"
-            time.sleep(0.01)
-
-    for _ in range(3):
-        running, resigning = list[Any](), list[Any]()
-        led(lambda: asked(others))
-        led(asked_again)
-        for each in (*running, *resigning):
-            each.result(30)
-        assert either.row(KEY)["owner"] is None
-
-
 def test_a_term_that_was_resigned_is_not_released_under_its_body(
     either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
 ) -> None:

@@ -16,7 +16,6 @@ import pytest
 from django.db import transaction
 from sqlalchemy.orm import Session
 
-from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -26,8 +25,6 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from dblock.core.protocol.steps import Execute, Steps, sleep
-from dblock.core.values import Grant, Tenure
 from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
@@ -205,26 +202,6 @@ def test_downgrade(protocol: Subject, actors: Actors) -> None:
     with pytest.raises(LockNotHeld):
         three.call(rw.write(), "downgrade")
     assert three.call(rw.read(), "acquire", blocking=False)
-
-
-def test_a_downgrade_whose_answer_comes_too_late(
-    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was lost meanwhile stays lost, and no reader is left."""
-    downgrade = Sharing.downgrade
-
-    def late(self: Sharing, tenure: Tenure) -> Steps[Grant | None]:
-        grant = yield from downgrade(self, tenure)
-        yield from sleep(self.database.store, 0.6)
-        return grant
-
-    monkeypatch.setattr(Sharing, "downgrade", late)
-    write = rwlock(protocol, ttl=0.5, renew=False).write()
-    actor.call(write, "acquire")
-    with pytest.raises(LockLost):
-        actor.call(write, "downgrade")
-    assert actor.get(write, "state") == "lost"
-    assert readers(protocol) == 0
 
 
 def test_downgrade_in_a_block(either: Subject, actor: Actor, other: Actor) -> None:
@@ -540,37 +517,6 @@ def test_it_is_no_lock_itself(subject: Subject) -> None:
             wrong()
     with pytest.raises(TypeError, match=r"a ReadWriteLock is none: use its read\(\) or write\(\)"):
         several(subject, "a", rw)
-
-
-@pytest.mark.parametrize("loses", ["before it looks", "while it waits"])
-def test_a_writer_that_loses_the_door_begins_again(
-    protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch, loses: str
-) -> None:
-    """As a process that was frozen until its lease was over: it neither believes that it is in, nor looks for ever."""
-    reader, writer = actors(2)
-    rw = rwlock(protocol, timeout=20)
-    read, write = rw.read(), rw.write()
-    assert reader.call(read, "acquire")
-    if loses == "before it looks":
-        reader.call(read, "release")
-    store: Any = write._place.store()
-    name = "aexecute" if protocol.face == "async" else "execute"
-    execute, sent = getattr(store, name), list[str]()
-
-    def lose(step: Execute) -> Any:
-        sent.append(step.statement.name)
-        if step.statement.name == "alone" and sent.count("alone") == (1 if loses == "before it looks" else 3):
-            protocol.run("UPDATE locks SET owner = NULL, fence = fence + 2 WHERE lock_key = 'k'")
-            if loses == "while it waits":
-                protocol.run("DELETE FROM locks WHERE lock_key > :low AND lock_key < :high", low="k\x1f", high="k\x1fs")
-        return execute(step)
-
-    monkeypatch.setattr(store, name, lose)
-    assert writer.call(write, "acquire") is True
-    assert sent.count("take") >= 2, "the door was acquired once more"
-    assert sent.count("alone") < 12
-    assert protocol.row("k")["fence"] == writer.get(write, "fence")
-    writer.call(write, "release")
 
 
 def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Actors) -> None:
