@@ -27,7 +27,7 @@ from dblock.core.values import SHARE
 from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import remaining, renewed, until
+from tests.support.lab import renewed, until
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -238,23 +238,6 @@ def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Actor
     two.call(several, "release", 2)
     assert three.call(later, "acquire", timeout=30)
     assert time.monotonic() - begun > 0.4
-
-
-def test_what_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
-    """What it has collected, and the door; what it has at last lasts for a whole ttl."""
-    one, two = actors(2)
-    holder, sem = semaphore(protocol, 3), semaphore(protocol, 3, renew=False)
-    assert one.call(holder, "acquire")
-    waiting = two.start(lambda: getattr(sem, protocol.method("acquire"))(n=3, timeout=30))
-    assert until(lambda: len(in_use(protocol)) == 3)
-    time.sleep(0.2)
-    leases = sorted(remaining(protocol, key) for (key,) in protocol.run("SELECT lock_key FROM locks WHERE owner <> ''"))
-    assert leases[-2] < 5.1 < leases[-1]
-    one.call(holder, "release")
-    assert waiting.result(30) is True
-    assert all(permit.remaining > 20 for permit in sem.held)
-    assert all(remaining(protocol, permit.inspect().key) > 25 for permit in sem.held if protocol.face == "sync")
-    two.call(sem, "release", 3)
 
 
 def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:

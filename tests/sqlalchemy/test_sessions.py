@@ -309,6 +309,18 @@ def test_it_is_told_when_that_has_ended(database: str, engine: Engine) -> None:
     stop()
 
 
+def test_several_locks_of_one_transaction(database: str, engine: Engine) -> None:
+    """All are given back at its end."""
+    with Session(engine) as session:
+        session.execute(text("SELECT 1"))
+        for key in ("a", "b", "c"):
+            with db_lock(engine, key, session=session):
+                pass
+        assert not any(others_get_in(database, key) for key in ("a", "b", "c"))
+        session.rollback()
+    assert all(others_get_in(database, key) for key in ("a", "b", "c"))
+
+
 def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:
     """TypeError, also for the other kind of session."""
     asynchronous = create_async_engine(url(database, dict(DRIVERS)[database]))
