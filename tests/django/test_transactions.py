@@ -34,6 +34,33 @@ def owner(database: str) -> object:
     return value
 
 
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_rollback_does_not_release(database: str, alias: str) -> None:
+    """An independent lock is seen by others at once, and held until its block ends."""
+    lock = db_lock("k", using=alias)
+    with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+        lock.acquire()
+        assert owner(database) == lock.owner
+        raise ZeroDivisionError
+    assert owner(database) == lock.owner
+    assert lock.verify()
+    lock.release()
+    assert owner(database) is None
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: str) -> None:
+    """However long ago the caller's transaction began."""
+    with transaction.atomic(alias), connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+        time.sleep(0.8)
+        lock = db_lock("k", using=alias, ttl=30)
+        with lock:
+            info = lock.inspect()
+            assert info is not None
+            assert info.remaining > 29.5
+
+
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) -> None:
     """It would keep the holder from releasing; the holder's block ends without trouble."""
