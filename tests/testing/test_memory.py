@@ -247,8 +247,8 @@ def test_a_busy_key_is_a_timeout_at_once(locks: testing.Memory, db_lock: Make) -
     hold(db_lock("k", timeout=0))
 
 
-@pytest.mark.parametrize("timeout", [0.001, 0.005, 0.0051, 0.1, 0.5, 1, 2, 9, 10, 10.001, 11, 12.5, 15, 3600])
-@pytest.mark.parametrize("begun", [0.0, 1 / 3, 1e3 / 7])
+@pytest.mark.parametrize("timeout", [0.001, 0.0051, 0.5, 2, 10.001, 12.5, 3600])
+@pytest.mark.parametrize("begun", [0.0, 1e3 / 7])
 def test_the_time_is_up_by_any_clock(locks: testing.Memory, db_lock: Make, begun: float, timeout: float) -> None:
     """A pause that is shorter than the clock resolves is none."""
     locks.clock.advance(begun)
