@@ -219,27 +219,3 @@ def test_a_cancelled_releaser_notifies_the_next(
 
     for steps in range(1, 24):
         actor.do(partial(attempt, steps))
-
-
-def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(async_driver: Subject, actor: Actor) -> None:
-    """Is raised afterwards: nobody who swallowed an earlier one misses it."""
-
-    async def story() -> str:
-        me = asyncio.current_task()
-        assert me is not None
-        lock = async_driver.lock("k", ttl=60)
-        await getattr(lock, async_driver.method("acquire"))()
-        me.cancel()
-        with contextlib.suppress(asyncio.CancelledError):  # as code does that knows no better
-            await asyncio.sleep(1)
-        asyncio.get_running_loop().call_soon(me.cancel)
-        try:
-            await getattr(lock, async_driver.method("release"))()
-        except asyncio.CancelledError:
-            while me.uncancel():
-                pass
-            return "raised"
-        return "lost"
-
-    assert actor.do(story) == "raised"
-    assert async_driver.row("k")["owner"] is None

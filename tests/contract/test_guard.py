@@ -23,7 +23,6 @@ from sqlalchemy.orm import Session
 
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
@@ -455,25 +454,6 @@ def sees_the_past(database: str, level: str) -> bool:
     if database in INNODB:  # where SERIALIZABLE locks what it reads
         return level == "REPEATABLE READ"
     return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
-
-
-@on(DATABASES)
-def test_a_pin_that_the_database_refuses(
-    database: str, client: Callable[..., Client], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs on the caller's connection; the error is one of ours, as for the lock's own statements."""
-    holder = client(kind)
-    lock = holder.lock(ttl=30)
-    assert holder.call(lock, "acquire")
-    for wrong in ("SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"):
-        monkeypatch.setattr(lock._place.store(), "pin", Statement("pin", wrong, Reply.ROWS))
-        holder.begin(read=False)
-        with pytest.raises(LockStoreError) as caught:
-            holder.guard(lock)
-        assert caught.value.__cause__ is not None
-        assert not type(caught.value.__cause__).__module__.startswith("django")
-        holder.end("rollback")
-    holder.call(lock, "release")
 
 
 @at(STRICT)

@@ -158,24 +158,6 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     assert actor.call(rw.read(), "acquire", blocking=False) is True
 
 
-def test_a_writer_that_reads(either: Subject, actor: Actor, other: Actor) -> None:
-    """Its reader's lock says so, wherever it asks; it writes until its last release."""
-    rw = rwlock(either)
-    read, write = rw.read(), rw.write()
-    actor.call(write, "acquire")
-    actor.call(read, "acquire")
-    for lock in (read, rw.read()):
-        assert actor.call(lock, "owned") is actor.call(lock, "locked") is True
-        assert actor.call(lock, "inspect").fence == actor.get(write, "fence")
-    assert other.call(read, "locked") is False, "nobody reads beside others"
-    actor.call(write, "release")
-    assert actor.call(read, "owned") is True
-    assert other.call(rw.read(), "acquire", blocking=False) is False
-    actor.call(read, "release")
-    assert actor.call(read, "locked") is False
-    assert other.call(rw.read(), "acquire", blocking=False) is True
-
-
 def test_downgrade(protocol: Subject, actors: Actors) -> None:
     """The writer becomes a reader without a moment in which a writer that waits could come between."""
     one, two, three = actors(3)

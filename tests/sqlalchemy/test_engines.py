@@ -613,27 +613,3 @@ def test_a_database_that_is_away_is_not_asked_for_each_of_several(
     assert ["is left to its lease" in note for note in caught.value.__notes__] == [True, True]
     assert not any(hold.store is store for hold in runtime.current.watchdog._holds)
     engine.dispose()
-
-
-def test_a_lock_that_the_database_refuses_to_release_keeps_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It answers, so it is not away."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    held = db_locks(engine, "a", "b", "c")
-    assert held.acquire()
-    store = store_for(engine)
-    execute = store.execute
-
-    def refused(step: Execute) -> Rows:
-        if step.parameters.get("key") == "c":  # the first that is left
-            raise LockStoreError("a trigger says no")
-        return execute(step)
-
-    monkeypatch.setattr(store, "execute", refused)
-    with pytest.raises(LockStoreError, match="a trigger says no"):
-        held.release()
-    monkeypatch.undo()
-    assert [db_lock(engine, key).locked() for key in "abc"] == [False, False, True]
-    engine.dispose()

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
+from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
@@ -364,24 +364,6 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
         assert time.monotonic() - before >= 0.28
         assert locks.clock.now() == pytest.approx(0.3, abs=0.1)
         assert lock.verify()
-
-
-def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
-    """Two threads that wait for each other's keys find out at once; one of them goes on."""
-    both = threading.Barrier(2)
-
-    def work(first: str, second: str) -> str:
-        try:
-            with db_lock(first, timeout=60):
-                both.wait()
-                with db_lock(second, timeout=60):
-                    return "done"
-        except LockDeadlock:
-            return "deadlock"
-
-    with at_once():
-        threads = [Thread(lambda: work("a", "b")), Thread(lambda: work("b", "a"))]
-        assert sorted(thread.result() for thread in threads) == ["deadlock", "done"]
 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
