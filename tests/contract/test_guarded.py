@@ -1117,6 +1117,35 @@ def test_a_loss_interrupts_the_body_alone(database: str, client: Callable[..., C
         assert notes(database) == 1
 
 
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_loss_in_the_commit_interrupts_the_body_around_it(database: str, client: Callable[..., Client]) -> None:
+    """Once the block has ended, which is told no error of the lock."""
+    holder = client("async engine")
+    lock, told = holder.lock(ttl=30, interrupt=True), list[str]()
+
+    async def main() -> None:
+        async with lock:
+            async with holder.guarded(lock) as given:
+                await given.execute(text("INSERT INTO guarded VALUES (1)"))
+                [hold] = lock._holds()
+
+                def lose(*_: object) -> None:
+                    hold.lease.trusted_until = 0.0
+                    assert hold.lease.lose()
+                    runtime.current.watchdog.announce(hold)
+                    await_only(asyncio.sleep(0.1))
+
+                event.listen(given.sync_connection, "commit", lose)
+            told.append("committed")
+            await asyncio.sleep(20)
+            pytest.fail("unreachable")
+
+    with pytest.raises(LockLost):
+        on_loop(main())
+    assert told == ["committed"]
+    assert notes(database) == 1
+
+
 @pytest.mark.parametrize("kind", ["django", "engine"])
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_a_loss_in_the_commit_of_a_task(database: str, client: Callable[..., Client], kind: str) -> None:
