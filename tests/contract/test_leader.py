@@ -215,7 +215,7 @@ def test_run_leads_again_and_again(
             assert until(lambda: not leader.is_leader, 30)
 
     run = leader.run(body if face.face == "sync" else asynchronous(body))
-    perform, outages = BaseStore._perform, iter(range(3))
+    perform, outages = BaseStore._perform, iter(range(1))
 
     def failing(self: Any, connection: Any, step: Execute) -> Rows:
         if step.statement.name in {"take", "create"} and next(outages, None) is not None:

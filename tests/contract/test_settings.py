@@ -630,6 +630,7 @@ def guard(subject: Configured, holder: Actor, lock: Any) -> None:
 
 @pytest.mark.direct
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(not PRODUCT, reason="takes long: make product")
 @pytest.mark.skipif(find_spec("ddtrace") is None, reason="ddtrace has no wheel for this Python")
 def test_drivers_that_datadog_traces() -> None:
     """In a process that `ddtrace-run` starts: it patches drivers for good, when they are imported."""
