@@ -25,6 +25,8 @@ from dblock.core.errors import (
     StoreConflict,
     SynchronousOnlyOperation,
 )
+from dblock.core.holding.flow import Hold
+from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
@@ -393,6 +395,26 @@ def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., A
     for options in ({"renew": False}, {"reentrant": True}, {"on_elected": 1}, {"ttl": 0}, {"interrupt": True}):
         with pytest.raises((TypeError, ValueError)):
             candidate(**options)
+
+
+def test_an_interrupted_release_leaves_nothing(
+    either: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is released all the same, and the object can campaign again."""
+    leader = candidate()
+    assert actor.call(leader, "campaign")
+    interrupts = iter([KeyboardInterrupt()])
+
+    def interrupted(hold: Hold) -> None:
+        for error in interrupts:
+            raise error
+        forget(hold)
+
+    monkeypatch.setattr("dblock.core.lock.leaving.forget", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        actor.call(leader, "resign")
+    assert either.row(KEY)["owner"] is None
+    assert actor.call(leader, "campaign", timeout=1)
 
 
 def test_a_term_that_was_resigned_is_not_released_under_its_body(

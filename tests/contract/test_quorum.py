@@ -24,10 +24,15 @@ import sqlalchemy_dblock
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
+from dblock.core.lock import entering
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.majority.asking import the_asks
+from dblock.majority.attempts import Attempts
+from dblock.majority.base import BaseQuorumLock
+from dblock.majority.held import Held
+from dblock.majority.member import Member
 from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
@@ -577,6 +582,81 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert told == [(lock, Reason.RELEASED)]
     with pytest.raises(LockLost):
         actor.call(lock, "release")
+    assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("where", ["_leaves", "_left", "give", "_end", "renew_no_more"])
+def test_a_block_whose_leaving_is_interrupted_is_given_back(
+    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever that happens; and the same flow may take it again."""
+    actor, lock, struck = place.actors[0], place.lock(), list[str]()
+    of: Any = Held if where in vars(Held) else BaseQuorumLock
+    plain = getattr(of, where)
+
+    def strikes(*given: Any, **named: Any) -> Any:
+        if not struck:
+            struck.append(where)
+            raise KeyboardInterrupt
+        return plain(*given, **named)
+
+    def body() -> None:
+        monkeypatch.setattr(of, where, strikes)
+
+    with pytest.raises(KeyboardInterrupt):
+        actor.within(lock, body)
+    assert struck
+    assert until(lambda: not holders(), 3)
+    actor.within(lock, lock.check)
+    assert until(lambda: not holders(), 3)
+
+
+def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the outer one would not be the last."""
+    lock = place.lock()
+
+    def strikes(*_: Any) -> Any:  # it has been entered, and is not noted
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    async def anew() -> None:
+        async with lock:
+            pass
+
+    def body() -> Any:
+        monkeypatch.setattr(entering, "Block", strikes)
+        if place.face == "async":
+            return aenters()
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+        return None
+
+    async def aenters() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            await anew()
+
+    place.actors[0].within(lock, body)
+    assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back_later"])
+def test_an_answer_that_an_interrupt_has_met_is_given_back(
+    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it was noted, or after: else one of the rows is left to its lease."""
+    if place.face == "async":
+        pytest.skip("tasks are cancelled instead")
+    of: Any = Member if where == "note" else Attempts
+    plain = getattr(of, where)
+
+    def strikes(*given: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        plain(*given, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of, where, strikes)
+    with pytest.raises(KeyboardInterrupt):
+        place.actors[0].call(place.lock(), "acquire")
     assert until(lambda: not holders(), 3)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dblock.core import runtime
+from dblock.core.acquire import handover, shares
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -28,6 +29,7 @@ from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.support.lab import renewed, until
+from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -334,6 +336,41 @@ def test_who_is_interrupted_leaves_nothing(async_face: Subject, actor: Actor, ot
     assert sem.held == []
     assert until(lambda: len(in_use(async_face)) == 1)
     assert actor.call(semaphore(async_face, 3), "acquire", n=2) is True
+
+
+def test_an_interrupt_once_they_are_held_leaves_nothing(
+    either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last moment of acquire(), and of the beginning of a block."""
+    sem = semaphore(either, 3)
+    add = sem._add
+
+    def interrupted(*given: Any, **more: Any) -> None:
+        add(*given, **more)
+        raise Interrupted
+
+    monkeypatch.setattr(sem, "_add", interrupted)
+    begin: Callable[[], Any]
+    for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
+        with pytest.raises(Interrupted):
+            begin()
+        assert sem.held == in_use(either) == []
+
+
+def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose turn had not come; the interrupt is raised afterwards."""
+    sem, leave, interrupts = semaphore(either, 3), shares.leave_share, [Interrupted()]
+
+    def interrupted(*given: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return leave(*given)
+
+    assert actor.call(sem, "acquire", n=3) is True
+    monkeypatch.setattr(handover, "leave_share", interrupted)
+    with pytest.raises(Interrupted):
+        actor.call(sem, "release", 3)
+    assert sem.held == in_use(either) == []
 
 
 def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,13 +20,15 @@ from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.test import override_settings
 
-from dblock import db_lock
+from dblock import LockStoreError, db_lock
 from dblock.connections import MOST
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.statements.base import Reply, Statement
 from dblock.store import DjangoStore, store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, ready, run
 from tests.support.lab import together
+from tests.support.steps import NO_STORE
 
 
 @pytest.fixture
@@ -225,6 +231,48 @@ def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytes
     monkeypatch.setattr(DjangoStore, "execute", lose)
     assert asyncio.run(main())
     assert lost
+
+
+@pytest.mark.parametrize("wal", [True, False])
+def test_a_statement_for_the_database_that_the_alias_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wal: bool
+) -> None:
+    """Is not run in another one, to which a test runner turns the alias while the statement waits for a connection."""
+    named = {name: str(tmp_path / name) for name in ("test", "real")}
+    for path in named.values():
+        with closing(sqlite3.connect(path)) as database:
+            _ = database.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
+            _ = database.execute("CREATE TABLE seen (name text)")
+    monkeypatch.setitem(connections.settings["default"], "NAME", named["test"])
+    monkeypatch.setitem(connections.settings["default"], "OPTIONS", {})
+    store = DjangoStore("default")
+    insert = Statement("insert", "INSERT INTO seen VALUES ('x')", Reply.COUNT)
+    step, take = Execute(NO_STORE, insert, {}, location=store.location), store._source.take
+
+    def run_step() -> None:
+        try:
+            _ = store.execute(step)
+        finally:
+            connections.close_all()
+
+    def take_late(*given: Any, **named_ones: Any) -> Any:
+        monkeypatch.setitem(connections.settings["default"], "NAME", named["real"])
+        return take(*given, **named_ones)
+
+    apart(run_step)
+    monkeypatch.setattr(store._source, "take", take_late)
+    with pytest.raises(LockStoreError, match="another one"):
+        apart(run_step)
+    for name, count in (("test", 1), ("real", 0)):
+        with closing(sqlite3.connect(named[name])) as database:
+            assert database.execute("SELECT count(*) FROM seen").fetchall() == [(count,)]
+    store._source._pool.close_all()  # type: ignore[union-attr]
+
+
+def apart(function: Callable[[], None]) -> None:
+    """Run it in a thread, which has connections of its own, and raise what it raises."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
 
 
 @pytest.mark.direct
