@@ -319,6 +319,17 @@ def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return sent
 
 
+def test_a_lease_that_ends_moves_the_queue(protocol: Subject, actor: Actor, other: Actor) -> None:
+    """The holder is gone without a word: the first waiter has the key when the lease ends."""
+    holder = protocol.lock("k", ttl=1.2, renew=False)
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(protocol, other)
+    assert waiting.result(15) is True
+    assert other.get(lock, "fence") > 0
+    other.call(lock, "release")
+    assert actor.get(holder, "state") == "lost"
+
+
 def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Its row is gone, or its ticket was served to nobody: it notices, and gets the key all the same."""
     holder = protocol.lock("k")
