@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -10,30 +9,23 @@ import re
 import shlex
 import subprocess
 import threading
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 from unittest.mock import Mock
 
 import pytest
 from django.db import OperationalError
 from sqlalchemy import create_engine, make_url
 
-from dblock import LockLost, LockStoreError
+from dblock import LockLost
 from dblock.cli import main, parser
 from dblock.core import runtime
 from dblock.core.observing.observers import observers
 from dblock.core.text import printable
-from dblock.core.values import Identity, LockInfo
-from dblock.operating.administration import Surveyed
-from dblock.operating.commands import top as watching
 from dblock.operating.commands.console import span, table
-from dblock.operating.commands.context import Context
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
-from sqlalchemy_dblock.store import described, store_for
+from sqlalchemy_dblock.store import described
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import SERVERS, timed, url
 from tests.support.hung import hung
@@ -161,20 +153,6 @@ def next_of_another_process(shell: Shell) -> str:
     return "x"
 
 
-def test_top_pauses_for_longer_than_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of millions of free keys is read a fifth of the time at most."""
-    now, paused = [0.0], list[float]()
-
-    def survey() -> list[Surveyed]:
-        now[0] += 2.0
-        return []
-
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=paused.append))
-    context, options = SimpleNamespace(survey=survey), SimpleNamespace(json=True, count=2, interval=1.0)
-    assert watching.top(cast("Context", context), cast("Namespace", options)) == 0
-    assert paused == [8.0]
-
-
 def test_a_lease_that_has_ended_blocks_nobody(one: Shell) -> None:
     """And that is said."""
     one.lock("k", ttl=0.1, renew=False).acquire()
@@ -211,16 +189,6 @@ def test_a_key_that_a_transaction_pins(shell: Shell) -> None:
         shell.run(end)
     assert shell("ls").stdout == "no lock is held\n"
     assert "state:        free" in shell("show", "k").stdout
-
-
-def test_what_could_steer_a_terminal_is_escaped(one: Shell) -> None:
-    """Keys and labels are strangers' text."""
-    with one.lock("evil\x1b[2Jkey", label="\u202eright to left\n"):
-        for verb in (("ls",), ("show", "evil\x1b[2Jkey")):
-            told = one(*verb).stdout
-            assert "\x1b" not in told
-            assert "\u202e" not in told
-            assert r"evil\x1b[2Jkey" in told
 
 
 # -- release, reap
@@ -378,24 +346,6 @@ def test_the_url_may_come_from_the_environment_and_names_other_tables(
     assert "lock_states" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_tables_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Or read, for want of a right: that ends after a minute, with an error of ours."""
-    time = iter(range(0, 1000, 25))
-    monkeypatch.setattr("dblock.operating.commands.context.clock", SimpleNamespace(now=lambda: next(time)))
-    monkeypatch.setattr(Context, "has_tables", lambda _: False)
-
-    def make() -> None:
-        if fails:
-            raise KeyError("no right to")
-
-    engine = create_engine("sqlite://")
-    context = Context(store_for(engine), lambda key: db_lock(engine, key), make, (KeyError,), "here")
-    with pytest.raises(LockStoreError, match="no right to" if fails else "cannot be read"):
-        context.ensure_tables()
-    engine.dispose()
-
-
 def test_a_reader_that_goes_away_is_no_error(one: Shell) -> None:
     """`dblock ls | head -1`."""
     with one.lock("k"):
@@ -440,19 +390,6 @@ def test_tables_line_up_whatever_is_in_them() -> None:
     drawn = table(("A", "B"), [("货", "1"), ("e\u0301", "2"), ("xyz", "3"), ("ه\u200cا", "4")])
     assert drawn.splitlines() == ["A    B", "货   1", "e\u0301    2", "xyz  3", "ه\u200cا   4"]
     assert printable("a\tb\0\x7f") == r"a\tb\x00\x7f"
-
-
-def test_what_strangers_wrote_steers_no_terminal(one: Shell) -> None:
-    """Nor does it forge a line: who frees a key says why, who waits has a label."""
-    process = one.start("run", "--ttl", "2", "k", "--", "sleep", "30")
-    assert until(lambda: one.run("SELECT owner FROM locks WHERE owner IS NOT NULL"), 20)
-    assert one("release", "--yes", "--reason", "\x1b]0;x\a\ndblock: all is well", "k").returncode == 0
-    _, err = process.communicate(timeout=20)
-    assert r"\x1b]0;x\x07\ndblock: all is well" in err
-    assert "\x1b" not in err
-    assert "\ndblock: all is well" not in err
-    info = LockInfo("k", "o", 1, 1, 9.0, 1.0, 8.0, "a\nb", Identity("h\r", 1, "t", "p", ""))
-    assert r'h\r pid 1, t, p "a\nb"' in str(info)
 
 
 def test_keys_that_the_terminal_cannot_show(one: Shell) -> None:
@@ -505,21 +442,6 @@ def test_no_password_is_shown() -> None:
         shown = described(make_url(text))
         assert shown == text.partition(":")[0] + "://u@h:1/d"
     assert described(make_url("postgresql+psycopg:///d?host=/run/pg")) == "postgresql+psycopg:///d?host=%2Frun%2Fpg"
-
-
-def test_a_narrow_terminal(one: Shell) -> None:
-    """Keys and programs can be told from each other in 80 columns."""
-    from rich.console import Console
-
-    engine = create_engine(url(one.database))
-    with one.lock("stock:42 in the north"):
-        context = Context(store_for(engine), one.lock, lambda: None, (), "here")
-        console = Console(width=80, record=True, file=io.StringIO())
-        console.print(watching._view(context, list(context.survey()), watching.Rates(), 24, 80))
-    engine.dispose()
-    text = console.export_text()
-    assert "stock:42 in the north" in text
-    assert str(os.getpid()) in text
 
 
 def test_a_token_that_nobody_has_used(one: Shell) -> None:

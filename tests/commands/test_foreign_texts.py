@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pty
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +15,7 @@ from dblock.core.protocol.drive import drive
 from dblock.operating import administration
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import ready
-from tests.support.lab import LONG, ROOT, until
+from tests.support.lab import LONG, until
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 KEY = f"k {TEXT}"
@@ -118,50 +114,3 @@ def test_refusals_and_results(shell: Shell, text: str) -> None:
         for told in (done.stdout, done.stderr):
             assert_clean(told, lines=True)
         assert done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("arguments", [["ls", "--json"], ["release", KEY], ["show", KEY]], ids=lambda it: it[0])
-def test_at_a_terminal(one: Shell, arguments: list[str]) -> None:
-    """JSON is indented there, and questions are asked."""
-    with one.lock(KEY, label=TEXT):
-        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
-        pid, master = pty.fork()
-        if pid == 0:
-            os.chdir(ROOT)
-            argv = one.argv(*arguments)
-            os.execve(argv[0], argv, environment | {"PYTHONUTF8": "1"})
-        seen = b""
-        try:
-            while more := os.read(master, 10000):
-                seen += more
-                if b"[y/N]" in more:
-                    os.write(master, b"n\n")
-        except OSError:  # the other end is closed
-            pass
-        os.close(master)
-        _, status = os.waitpid(pid, 0)
-    told = seen.decode().replace("\r\n", "\n")
-    assert_clean(told, lines=True)
-    assert os.waitstatus_to_exitcode(status) == (2 if arguments[0] == "release" else 0)
-    assert FRIENDLY in told
-    if arguments[-1] == "--json":
-        [lock] = json.loads(told)
-        assert (lock["key"], lock["label"]) == (KEY, TEXT)
-    else:
-        assert "[y/N]" in told or arguments[0] == "show"
-
-
-@pytest.mark.parametrize("address", [f"sqlite:///none{HOSTILE}", f"evil{HOSTILE}://", f"sqlite+x{HOSTILE}://", HOSTILE])
-def test_what_the_environment_says(address: str) -> None:
-    """DBLOCK_URL, in the message that refuses it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dblock.cli", "ls"],
-        env={**os.environ, "DBLOCK_URL": address, "PYTHONUTF8": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    told = done.stderr.decode()
-    assert_clean(told, lines=True)
-    assert "error: " in told

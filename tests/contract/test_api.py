@@ -14,7 +14,7 @@ import pytest
 
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.contract.conftest import AXES
-from tests.contract.test_lease import FREE, STEAL
+from tests.contract.test_lease import STEAL
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 
@@ -201,29 +201,6 @@ def test_a_min_hold_is_said_to_be_one(either: Subject, actor: Actor, other: Acto
     actor.within(either.lock("k", min_hold=20))
     with pytest.raises(LockTimeout, match=r"who has released it; its min_hold ends \d+\.\d s from now"):
         other.within(either.lock("k", timeout=0))
-
-
-def test_who_freed_it(either: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
-    """Freed by hand, it is lost for that reason; taken over meanwhile, it did not end by itself either."""
-    for key, sql, reason in (("freed", FREE, Reason.FREED), ("taken", STEAL, Reason.TAKEN_OVER)):
-        lock = either.lock(key, ttl=30)
-        actor.call(lock, "acquire")
-        either.run(sql, key=key)
-        with pytest.raises(LockLost, match="it was freed by somebody") as caught:
-            actor.call(lock, "verify")
-        assert caught.value.reason is reason
-        assert "the lease ended" not in str(caught.value)
-        with pytest.raises(LockLost, match="it was freed by somebody"):
-            actor.call(lock, "release")
-    assert "and taken over by elsewhere" in str(caught.value)
-    assert caplog.text.count("it was freed by somebody") == 2
-    lock = either.lock("ended", ttl=0.1, renew=False)
-    actor.call(lock, "acquire")
-    time.sleep(0.15)
-    either.run(STEAL, key="ended")
-    with pytest.raises(LockLost, match="the lease ended, and it was taken over by elsewhere") as caught:
-        actor.call(lock, "release")
-    assert "at most" not in str(caught.value)
 
 
 @pytest.mark.parametrize("taken", [False, True])

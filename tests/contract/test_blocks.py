@@ -6,7 +6,6 @@ And a thread of a pool is not one owner for all who run something in it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 import time
@@ -16,23 +15,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from itertools import permutations
-from operator import call, methodcaller
+from operator import call
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
-from sqlalchemy.orm import Session
 
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
-from dblock.core.holding.flow import Block, is_over
+from dblock.core.holding.flow import is_over
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import SynchronousOnlyOperation
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
-from tests.support.lab import FACES, PROTOCOL, alive, renewed, until
+from tests.support.lab import PROTOCOL, alive, renewed, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -180,7 +178,7 @@ def test_a_semaphore_has_one_block_in_each_flow(either: Subject, actor: Actor, o
     assert tenures(either) == set()
 
 
-# -- ends that no `with` has loaded, and such as are kept
+# -- ends that no `with` has loaded
 
 
 KINDS: dict[str, Callable[[Subject], Any]] = {
@@ -190,22 +188,6 @@ KINDS: dict[str, Callable[[Subject], Any]] = {
     "a semaphore": lambda subject: semaphore(subject, 3, ttl=30),
     "a leader": lambda subject: subject.api("db_leader", "k", ttl=30),
 }
-MANY = ["a lock", "locks", "a reader"]
-"""Those of which one flow may have several blocks open."""
-
-
-class Keeps:
-    """Code that has loaded the end of its block before it begins it, or both at once, and may use them again."""
-
-    def __init__(self, subject: Subject, made: Any, *, both: bool) -> None:
-        begin, end = ("__enter__", "__exit__") if subject.face == "sync" else ("__aenter__", "__aexit__")
-        if both:
-            self.enter, self.exit = getattr(made, begin), getattr(made, end)
-        else:
-            self.exit, self.enter = getattr(made, end), partial(methodcaller(begin), made)
-
-    def leave(self) -> Any:
-        return self.exit(None, None, None)
 
 
 def keeps_its_blocks(subject: Subject) -> set[Any]:
@@ -215,62 +197,6 @@ def keeps_its_blocks(subject: Subject) -> set[Any]:
     assert tenures(subject) == before
     assert alive(subject) == len(before)
     return before
-
-
-@pytest.mark.parametrize("what", KINDS)
-def test_code_that_keeps_an_end_uses_it_again(either: Subject, actor: Actor, what: str) -> None:
-    """Each of its blocks is renewed while it is open, and leaves what it has taken."""
-    made = KINDS[what](either)
-    for kept in [Keeps(either, made, both=True)] * 2 + [Keeps(either, made, both=False)] * 2:
-        actor.do(kept.enter)
-        assert keeps_its_blocks(either)
-        actor.do(kept.leave)
-        assert tenures(either) == set()
-
-
-@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
-@pytest.mark.parametrize("what", [*MANY, "a semaphore"])
-def test_an_end_that_is_kept_keeps_no_block(subject: Subject, actor: Actor, what: str) -> None:
-    """However many have ended by it, all but the last are gone."""
-    kept = Keeps(subject, KINDS[what](subject), both=True)
-    for _ in range(3):
-        actor.do(kept.enter)
-        actor.do(kept.leave)
-    _ = gc.collect()
-    assert len({block.hold.tenure for block in gc.get_objects() if type(block) is Block}) <= 1
-
-
-@pytest.mark.parametrize("what", MANY)
-def test_blocks_within_blocks_of_a_kept_end(either: Subject, actor: Actor, what: str) -> None:
-    """The inner one ends first."""
-    made = KINDS[what](either)
-    for kept in (Keeps(either, made, both=True), Keeps(either, made, both=False)):
-        actor.do(kept.enter)
-        actor.do(kept.enter)
-        held = keeps_its_blocks(either)
-        actor.do(kept.leave)
-        assert keeps_its_blocks(either) == held
-        actor.do(kept.leave)
-        assert tenures(either) == set()
-
-
-@pytest.mark.parametrize("what", ["a reader", "a semaphore"])
-def test_flows_that_share_a_kept_end(either: Subject, actor: Actor, other: Actor, what: str) -> None:
-    """Each leaves its own block, in whatever order."""
-    made = KINDS[what](either)
-    for kept, first, last in (
-        (Keeps(either, made, both=True), actor, other),
-        (Keeps(either, made, both=True), other, actor),
-        (Keeps(either, made, both=False), actor, other),
-    ):
-        actor.do(kept.enter)
-        theirs = tenures(either)
-        other.do(kept.enter)
-        held = keeps_its_blocks(either)
-        first.do(kept.leave)
-        assert keeps_its_blocks(either) == (theirs if last is actor else held - theirs)
-        last.do(kept.leave)
-        assert tenures(either) == set()
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -285,35 +211,6 @@ def test_an_end_that_somebody_looks_at(either: Subject, actor: Actor, what: str)
     assert keeps_its_blocks(either)
     actor.do(lambda: end(made, None, None, None))
     assert tenures(either) == set()
-
-
-@pytest.mark.parametrize("what", KINDS)
-@pytest.mark.parametrize("subject", [FACES[3]], indirect=True, ids=str)
-def test_a_subclass_that_awaits_before_it_enters(subject: Subject, actor: Actor, what: str) -> None:
-    """While others enter the same object meanwhile, whose ends are loaded between its two halves."""
-    made, shared = KINDS[what](subject), what in {"a reader", "a semaphore"}
-
-    class Late(type(made)):  # type: ignore[misc]
-        async def __aenter__(self) -> Any:
-            await asyncio.sleep(0.05)
-            return await super().__aenter__()
-
-    made.__class__ = Late
-
-    blocks = 3 if shared else 1
-
-    async def block(all_are_in: asyncio.Barrier) -> None:
-        async with made:
-            await all_are_in.wait()
-            assert await asyncio.to_thread(keeps_its_blocks, subject)
-            await all_are_in.wait()
-
-    async def crowd() -> None:
-        all_are_in = asyncio.Barrier(blocks)
-        await asyncio.gather(*(block(all_are_in) for _ in range(blocks)))
-
-    actor.do(crowd)
-    assert tenures(subject) == set()
 
 
 def test_a_permit_object_is_one_permit(either: Subject, actor: Actor, other: Actor) -> None:
@@ -508,24 +405,6 @@ def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(sync_face: Su
             assert pool.submit(run).result() == [3, 3]
             assert sync_face.row("k")["owner"] is None
         pool.submit(connections.close_all).result()
-
-
-@pytest.mark.filterwarnings("ignore:the lock of an Engine blocks:RuntimeWarning")
-@pytest.mark.parametrize("subject", PROTOCOL, indirect=True, ids=str)
-def test_the_rest_of_a_min_hold_on_an_event_loop(subject: Subject) -> None:
-    """Is not waited for there either, by the flow whose transaction keeps the key."""
-
-    async def reenter() -> None:
-        with Session(subject.engine) as session:
-            _ = session.connection()
-            with subject.lock("k", session=session, min_hold=20):
-                pass
-            start = time.monotonic()
-            with pytest.raises(SynchronousOnlyOperation):
-                subject.lock("k", timeout=30).acquire()
-            assert time.monotonic() - start < 5
-
-    asyncio.run(reenter())
 
 
 @pytest.mark.parametrize("subject", PROTOCOL, indirect=True, ids=str)

@@ -166,24 +166,6 @@ def test_a_silent_server_keeps_nobody_who_waits(
     other.call(holder, "release")
 
 
-def test_a_silent_server_keeps_nobody_who_enters_again(
-    async_face: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Likewise."""
-    lock = async_face.lock("k", ttl=60)
-    acquire = getattr(lock, async_face.method("acquire"))
-
-    async def main() -> float:
-        await acquire()
-        with monkeypatch.context() as patch:
-            silence(lock._place.store(), patch)
-            seconds = await took(acquire(), 0.05)
-        await getattr(lock, async_face.method("release"))()
-        return seconds
-
-    assert actor.do(main) < 1.6
-
-
 def test_a_cancelled_take_leaves_nothing(async_driver: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whatever step of the loop the cancellations begin, if there is time to clean up."""
     timed(monkeypatch, undo_timeout=10.0)
@@ -238,27 +220,3 @@ def test_a_cancelled_releaser_notifies_the_next(
 
     for steps in range(1, 24):
         actor.do(partial(attempt, steps))
-
-
-def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(async_driver: Subject, actor: Actor) -> None:
-    """Is raised afterwards: nobody who swallowed an earlier one misses it."""
-
-    async def story() -> str:
-        me = asyncio.current_task()
-        assert me is not None
-        lock = async_driver.lock("k", ttl=60)
-        await getattr(lock, async_driver.method("acquire"))()
-        me.cancel()
-        with contextlib.suppress(asyncio.CancelledError):  # as code does that knows no better
-            await asyncio.sleep(1)
-        asyncio.get_running_loop().call_soon(me.cancel)
-        try:
-            await getattr(lock, async_driver.method("release"))()
-        except asyncio.CancelledError:
-            while me.uncancel():
-                pass
-            return "raised"
-        return "lost"
-
-    assert actor.do(story) == "raised"
-    assert async_driver.row("k")["owner"] is None

@@ -11,13 +11,9 @@ from typing import Any
 import anyio
 import pytest
 import uvloop
-from sqlalchemy import event, text
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from dblock.core.errors import LockTimeout
-from tests.contract.conftest import AXES
 from tests.support.eager import eager_task_factory
-from tests.support.lab import remaining
 from tests.support.subjects import Subject
 
 old_factory = pytest.mark.skipif(
@@ -82,27 +78,6 @@ class Crowd:
         assert self.fences == sorted(self.fences)
 
 
-def test_a_lock_is_taken_renewed_waited_for_and_given_back(async_face: Subject) -> None:
-    """Each task of a group waits for its turn; a lease is renewed meanwhile."""
-
-    async def main(face: Face) -> None:
-        crowd = Crowd(face)
-        async with face.lock("k", ttl=1.2) as lock:
-            await asyncio.sleep(1.4)
-            assert await face.call(lock, "verify"), "it was renewed"
-            assert remaining(async_face, "k") > 0
-            waiting = [asyncio.create_task(crowd.enter(1)) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            assert not crowd.fences
-        async with asyncio.TaskGroup() as group:
-            for _ in range(2):
-                _ = group.create_task(crowd.enter(2))
-        _ = await asyncio.gather(*waiting)
-        crowd.check(6)
-
-    run(async_face, main)
-
-
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=old_factory)])
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="AnyIO and uvloop know the factory of Python 3.12 alone")
 def test_task_groups_of_anyio(async_face: Subject, loop: str) -> None:
@@ -153,49 +128,3 @@ def test_a_child_is_another_flow_from_its_first_step_on(async_face: Subject) -> 
         assert seen == [False, False, True]
 
     run(async_face, main)
-
-
-def test_a_child_that_is_cancelled_while_it_waits_leaves_nothing(async_face: Subject) -> None:
-    """Its parent holds what it has waited for, and gives that back."""
-
-    async def main(face: Face) -> None:
-        lock = face.lock("k")
-        async with lock:
-            waiting = asyncio.create_task(face.call(face.lock("k", timeout=30), "acquire"))
-            await asyncio.sleep(0.3)
-            _ = waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert await face.call(lock, "verify")
-        assert not await face.call(lock, "locked")
-        async with face.lock("k", timeout=5):
-            pass
-
-    run(async_face, main)
-
-
-@pytest.mark.parametrize("subject", [each for each in AXES["async_driver"] if each.driver], indirect=True, ids=str)
-def test_an_eager_task_that_begins_in_an_event_handler_of_sqlalchemy(subject: Subject) -> None:
-    """Such a handler runs inside a greenlet, and with it the first step of a task that it creates."""
-
-    async def main(face: Face) -> None:
-        tasks: list[asyncio.Task[int]] = []
-
-        async def take() -> int:
-            async with face.lock("k", timeout=5) as lock:
-                fence: int = lock.fence
-            return fence
-
-        def committed(_: Any) -> None:
-            tasks.append(asyncio.create_task(take()))
-
-        async with AsyncSession(face.subject.engine) as session:
-            event.listen(session.sync_session, "after_commit", committed)
-            for _ in range(2):  # the first lock opens a connection, the second one has it
-                _ = await session.execute(text("SELECT 1"))
-                await session.commit()
-                _ = await tasks[-1]
-        first, second = [task.result() for task in tasks]
-        assert first < second
-
-    run(subject, main)

@@ -169,14 +169,6 @@ def test_django_asynchronously(alias: str) -> None:
     asyncio.run(main())
 
 
-def test_the_column_is_in_the_model() -> None:
-    """A big integer that nobody edits."""
-    field = Shelf._meta.get_field("fence")
-    assert isinstance(field, models.BigIntegerField)
-    assert (field.default, field.editable) == (0, False)
-    assert FencedModel._meta.abstract
-
-
 def box(engine: Engine) -> tuple[str, int, int]:
     with Session(engine) as session:
         row = session.query(box_class()).one()
@@ -230,14 +222,3 @@ def test_sqlalchemy_in_a_session_and_with_another_column(engine: Engine) -> None
         assert count(session, sqlalchemy_fenced_update(nobody, 8, boxes.other)) == 0
         session.commit()
     assert box(engine) == ("now", 0, 7)
-
-
-def test_both_faces_know_whose_lock_it_is(alias: str, engine: Engine) -> None:
-    """The fence of the other face's lock is as good: it is one sequence for one key."""
-    rows = Shelf._default_manager.using(alias).all()
-    with sqlalchemy_lock(engine, "k") as lock:
-        first = lock.fence
-        assert fenced_update(rows, first, name="from SQLAlchemy") == 1
-    with django_lock("k", using=alias) as ours:
-        assert fenced_update(rows, ours, name="from Django") == 1
-        assert fenced_update(rows, first, name="stale") == 0

@@ -21,13 +21,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, StaleSnapshot
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
-from tests.support.lab import remaining, renewed, until
+from tests.support.lab import renewed, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -330,32 +329,6 @@ def test_guarding_one_key_leaves_others_alone(
     holder.call(lock, "release")
 
 
-@in_turn(DATABASES)
-def test_a_lease_that_runs_out_under_guard(
-    database: str, rival: Rival, client: Callable[..., Client], kind: str
-) -> None:
-    """By itself, unrenewed: others come in when the transaction has ended, not before."""
-    holder = client(kind)
-    lock = holder.lock(ttl=1.5, renew=False)
-    holder.begin()
-    holder.end("rollback")  # it has a connection by now
-    holder.call(lock, "acquire")
-    holder.begin()
-    holder.guard(lock)
-    holder.write()
-    assert until(lambda: holder.actor.get(lock, "state") == "lost" and remaining(holder.subject) < 0)
-    assert not rival.gets_in()
-    with pytest.raises(LockTimeout) as caught, sqlalchemy_lock(rival.engine, "k", timeout=0.1):
-        pytest.fail("unreachable")
-    assert caught.value.holder is None  # its tenure has ended
-    assert "its holder" not in str(caught.value)
-    holder.end("commit")
-    assert notes(database) == 1
-    theirs = sqlalchemy_lock(rival.engine, "k")
-    assert theirs.acquire(timeout=30)
-    theirs.release()
-
-
 @in_turn(SERVERS, 2)
 def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
     """At every isolation level: the row has been renewed since the transaction's snapshot, and is while it lasts."""
@@ -461,29 +434,6 @@ def test_a_release_inside_the_guarded_transaction(
         assert rival.gets_in()
 
 
-@on(SERVERS)
-def test_two_holders_of_different_keys_guard_at_once(database: str, client: Callable[..., Client], kind: str) -> None:
-    """Neither waits for the other, nor does a second guard of the same transaction."""
-    if kind == "django async":
-        pytest.skip("all of them share one thread")
-    one, two = client(kind), client(kind)
-    locks = [one.lock("one", ttl=30), two.lock("two", ttl=30)]
-    for holder, lock in zip((one, two), locks, strict=True):
-        holder.call(lock, "acquire")
-        holder.begin()
-    start = time.monotonic()
-    for holder, lock in zip((one, two), locks, strict=True):
-        holder.guard(lock)
-        holder.guard(lock)
-        holder.call(lock, "extend", 20)
-        holder.call(lock, "acquire")
-        holder.call(lock, "release")
-    assert time.monotonic() - start < 5
-    for holder, lock in zip((one, two), locks, strict=True):
-        holder.end("commit")
-        holder.call(lock, "release")
-
-
 # -- transactions that are older than the tenure
 
 MODES = ("DEFERRED", "IMMEDIATE")
@@ -504,25 +454,6 @@ def sees_the_past(database: str, level: str) -> bool:
     if database in INNODB:  # where SERIALIZABLE locks what it reads
         return level == "REPEATABLE READ"
     return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
-
-
-@on(DATABASES)
-def test_a_pin_that_the_database_refuses(
-    database: str, client: Callable[..., Client], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs on the caller's connection; the error is one of ours, as for the lock's own statements."""
-    holder = client(kind)
-    lock = holder.lock(ttl=30)
-    assert holder.call(lock, "acquire")
-    for wrong in ("SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"):
-        monkeypatch.setattr(lock._place.store(), "pin", Statement("pin", wrong, Reply.ROWS))
-        holder.begin(read=False)
-        with pytest.raises(LockStoreError) as caught:
-            holder.guard(lock)
-        assert caught.value.__cause__ is not None
-        assert not type(caught.value.__cause__).__module__.startswith("django")
-        holder.end("rollback")
-    holder.call(lock, "release")
 
 
 @at(STRICT)
@@ -741,23 +672,6 @@ def test_autocommit_is_refused(database: str) -> None:
                     lock.guard(session)
                 assert lock.verify()
         engine.dispose()
-
-
-def test_asynchronous_autocommit_is_refused(database: str) -> None:
-    """Likewise."""
-    engine = create_async_engine(url(database, DRIVERS[database]), isolation_level="AUTOCOMMIT")
-
-    async def main() -> None:
-        async with sqlalchemy_lock(engine, "k") as lock, engine.connect() as connection:
-            with pytest.raises(ValueError, match="autocommit"):
-                await lock.guard(connection)
-            async with AsyncSession(engine) as session:
-                with pytest.raises(ValueError, match="autocommit"):
-                    await lock.guard(session)
-            assert await lock.verify()
-        await engine.dispose()
-
-    asyncio.run(main())
 
 
 def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:

@@ -179,21 +179,6 @@ def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monk
     assert busy[-1].detail == "6"
 
 
-@pytest.mark.usefixtures("soon")
-def test_what_is_noted_is_bounded(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of very many keys."""
-    monkeypatch.setattr(history, "OF_ALL", 4)
-    with _nothing_written():
-        for number in range(4):
-            actor.within(protocol.lock(f"k{number}"))
-        histories = runtime.current.watchdog.histories
-        assert isinstance(histories, history.Histories)
-        [noted] = histories._of.values()
-        assert len(noted._rows) == 4
-        assert noted._noted == {"k0": 2, "k1": 2, "k2": 2, "k3": 2}
-    assert [event.kind for event in written(protocol, 2, "k1")] == ["acquired", "released"]
-
-
 def test_the_table_is_bounded(protocol: Subject) -> None:
     """Old rows are deleted as new ones are written."""
     with kept(protocol, 20) as own:
@@ -299,20 +284,6 @@ for _ in range(3):
 """
         assert process(own, body) == ""
         assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
-
-
-@pytest.mark.usefixtures("soon")
-def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
-    """Two engines of one address: what happens through the one without a history is not written."""
-    plain = Subject("sqlalchemy", "sync", "sqlite")
-    ready(request, "sqlite")
-    with kept(plain, 1000) as own:
-        with db_lock(plain.engine, "k"):
-            pass
-        with db_lock(own.engine, "k"):
-            pass
-        assert len(written(own, 2)) == 2
-    plain.engine.dispose()
 
 
 def test_a_forked_child_writes_what_it_has_done_itself(request: pytest.FixtureRequest) -> None:

@@ -56,11 +56,6 @@ async def main():
         print(error)
 asyncio.run(main())
 """
-IN_MEMORY = """
-from dblock.testing import memory
-with memory(), lock("free"):
-    pass
-"""
 FORKED = """
 if os.fork():
     os.wait()
@@ -73,21 +68,15 @@ if os.fork():
     [
         (DJANGO, "", SYNC_BODY),
         (DJANGO, "", ASYNC_BODY),
-        (DJANGO, IN_MEMORY, SYNC_BODY),
-        (DJANGO, FORKED, SYNC_BODY),
         (SQLALCHEMY, "", SYNC_BODY),
         (ASYNC_SQLALCHEMY, "", ASYNC_BODY),
-        (SQLALCHEMY, IN_MEMORY, SYNC_BODY),
         (SQLALCHEMY, FORKED, SYNC_BODY),
     ],
     ids=[
         "django",
         "django with await",
-        "django after locks in memory",
-        "django in a forked child",
         "sqlalchemy",
         "sqlalchemy with await",
-        "sqlalchemy after locks in memory",
         "sqlalchemy in a forked child",
     ],
 )

@@ -19,9 +19,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.log import log, warn
 from dblock.core.observing.events import Kind
-from dblock.core.protocol.steps import Execute, Rows, Steps
-from dblock.core.runtime import current_flow
-from dblock.core.tokens import valid_token
+from dblock.core.protocol.steps import Execute, Rows
 from tests.support.lab import expire, renew, renewed, until
 from tests.support.subjects import Actor, Subject
 
@@ -537,25 +535,6 @@ def test_a_hold_is_detached_as_a_whole(either: Subject, actor: Actor, other: Act
     assert either.row("k")["owner"] is None
 
 
-def test_a_detach_that_arrives_late_takes_nothing_away(either: Subject, actor: Actor, other: Actor) -> None:
-    """It was cut off and sent again; by the time the first one arrives the bearer has attached."""
-    lock = either.lock("k", ttl=30)
-    actor.call(lock, "acquire")
-    tenure = actor.do(lambda: current_flow().holds[lock._place.store(), "k"].tenure)
-    token = actor.call(lock, "detach")
-    late: dict[str, Any] = {**tenure._asdict(), "heir": valid_token(token).tenure.owner, "life": 30.0}
-    taken = other.do(partial(either.api, "attach", token))
-    drive = lock._drive if either.face == "sync" else lock._adrive
-
-    def sent() -> Steps[Rows]:
-        rows: Rows = yield Execute(lock._place.store(), either.protocol.dialect.detach, late)
-        return rows
-
-    assert actor.do(lambda: drive(sent())) == []
-    assert other.call(taken, "verify")
-    other.call(taken, "release")
-
-
 def test_two_flows_use_one_token_at_once(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """Exactly one has it; the other is told so."""
     holder, *bearers = actors(3)
@@ -600,6 +579,16 @@ def refused(subject: Subject, actor: Actor, token: str, reason: Reason) -> None:
     assert subject.row("k") == before
 
 
+ODD: list[list[Any]] = [
+    ["", "a\0", None, 1, "x" * 256, "\ud800", ["k"]],
+    [None, "", 1, "x" * 65, "é", ["owner"], {}],
+    [None, "1", 1.5, True, 0, -1, 2**63, [1]],
+    [None, "30", 0, -1, True, 1e300, 10**400, [], float("nan")],
+    *[[None, "", "1", -1, [], {}, True, False, 1e300, float("inf")]] * 2,
+]
+"""What no token has as its key, owner, fence, ttl, grace and min_hold."""
+
+
 def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor) -> None:
     """Garbage, wrong types, and whatever a stranger makes up: an error of ours, and nothing changed in the table."""
     lock = either.lock("k", ttl=30)
@@ -620,24 +609,8 @@ def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor
         *("", "x", prefix, f"{prefix}.", f"{prefix}.!", f"{prefix}.{'A' * 5}", f"{prefix}.e30", packed, token[:-9]),
         *(f" {token}", token + "A" * 4, token.upper(), sequencer, "☂", "\0", "[" * 100_000),
         *(None, 0, 1.5, True, token.encode(), [token], object()),
-        *(made(), made(key), made(key, owner, fence, ttl, grace), made(*values, 1)),
-        *(made("", owner, fence, ttl, grace, min_hold), made("a\0", owner, fence, ttl, grace, min_hold)),
-        *(made(odd, owner, fence, ttl, grace, min_hold) for odd in list[Any]((None, 1, "x" * 256, "\ud800", ["k"]))),
-        *(made(key, odd, fence, ttl, grace, min_hold) for odd in list[Any]((None, "", 1, "x" * 65, "é", [owner], {}))),
-        *(made(key, owner, odd, ttl, grace, min_hold) for odd in list[Any]((None, "1", 1.5, True, 0, -1, 2**63, [1]))),
-        *(
-            made(key, owner, fence, odd, grace, min_hold)
-            for odd in list[Any]((None, "30", 0, -1, True, 1e300, 10**400, []))
-        ),
-        *(
-            made(key, owner, fence, ttl, odd, min_hold)
-            for odd in list[Any]((None, "", "1", -1, [], {}, True, False, 1e300))
-        ),
-        *(
-            made(key, owner, fence, ttl, grace, odd)
-            for odd in list[Any]((None, "", "1", -1, [], {}, True, False, 1e300))
-        ),
-        *(made(key, owner, fence, float("nan"), grace, min_hold), made(key, owner, fence, ttl, float("inf"), min_hold)),
+        *(made(), made(key), made(*values[:-1]), made(*values, 1)),
+        *(made(*values[:at], odd, *values[at + 1 :]) for at, odds in enumerate(ODD) for odd in odds),
     ]
     wrong: list[Exception | None] = []
     for bad in malformed:
@@ -859,31 +832,6 @@ def test_a_body_is_interrupted_by_the_loss(async_face: Subject, actor: Actor) ->
     assert time.monotonic() - began < 20
 
 
-def test_a_body_is_interrupted_beside_a_callback_that_hangs(
-    async_face: Subject, actor: Actor, request: pytest.FixtureRequest
-) -> None:
-    """That of another lock."""
-    go, hangs = threading.Event(), threading.Event()
-    request.addfinalizer(go.set)
-
-    def hang(_: object, __: object) -> None:
-        hangs.set()
-        go.wait(60)
-
-    other = async_face.lock("other", ttl=0.1, renew=False, on_lost=hang)
-    actor.call(other, "acquire")
-    assert hangs.wait(20)
-
-    async def main() -> None:
-        async with async_face.lock("k", ttl=0.3, renew=False, interrupt=True):
-            await asyncio.sleep(30)
-
-    with pytest.raises(LockLost):
-        actor.start(main).result(20)
-    with pytest.raises(LockLost):
-        actor.call(other, "release")
-
-
 def test_an_interrupted_body_learns_the_reason(async_face: Subject, actor: Actor) -> None:
     """Also when a stranger took the key over long before the end of the lease; what the body raises instead is kept."""
     seen: list[Any] = []
@@ -952,20 +900,6 @@ def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> 
     results = actor.do(main)
     assert [type(result) for result in results] == [asyncio.CancelledError, asyncio.CancelledError, TimeoutError]
     assert async_face.row("k")["owner"] is None
-
-
-def test_without_interrupt_the_body_goes_on(async_face: Subject, actor: Actor) -> None:
-    """And is told at its end."""
-    seen: list[str] = []
-
-    async def main() -> None:
-        with pytest.raises(LockLost):
-            async with async_face.lock("k", ttl=0.1, renew=False):
-                await asyncio.sleep(0.3)
-                seen.append("went on")
-
-    actor.do(main)
-    assert seen == ["went on"]
 
 
 def test_only_loops_are_interrupted(async_face: Subject) -> None:

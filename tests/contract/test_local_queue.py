@@ -126,17 +126,6 @@ def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors:
     assert not runtime.current.site(either.lock("k")._place.store()).local_queues
 
 
-@pytest.mark.usefixtures("hopeful")
-def test_what_cannot_be_handed_on_is_asked_for(either: Subject, actor: Actor, other: Actor) -> None:
-    """A lock with min_hold goes back to the database, and waiters get it from there as soon as they may."""
-    holder = either.lock("k", min_hold=1.0)
-    actor.call(holder, "acquire")
-    lock, waiting = start(either, other)
-    actor.call(holder, "release")
-    assert waiting.result(30) is True
-    other.call(lock, "release")
-
-
 def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
-from tests.conftest import INNODB, timed
-from tests.support.lab import FACES, PROTOCOL
+from tests.conftest import INNODB
+from tests.support.lab import PROTOCOL
 from tests.support.subjects import Actor, Subject
 
 
@@ -186,23 +186,6 @@ def test_re_entry_counts_and_keeps_the_fence(everywhere: Subject, actor: Actor, 
         actor.call(outer, "release")
 
 
-def test_re_entry_after_the_lease_is_a_new_tenure(protocol: Subject, actor: Actor) -> None:
-    """The inner block runs under a lease of its own; the outer one is told that it lost its."""
-    outer, inner = protocol.lock("k", ttl=0.1, renew=False), protocol.lock("k")
-    actor.call(outer, "acquire")
-    first = actor.get(outer, "fence")
-    time.sleep(0.2)
-    assert actor.call(inner, "acquire") is True
-    assert actor.get(inner, "fence") > first
-    assert actor.get(inner, "state") == "held"
-    actor.call(inner, "release")
-    assert protocol.row("k")["owner"] is None
-    with pytest.raises(LockLost):
-        actor.call(outer, "release")
-    with pytest.raises(LockNotHeld):
-        actor.call(outer, "release")
-
-
 def test_extend_sets_and_never_adds(protocol: Subject, actor: Actor) -> None:
     """The lease ends one ttl after the call, be that later or sooner than before."""
     lock = protocol.lock("k", ttl=30)
@@ -233,66 +216,6 @@ def test_verify_believes_the_database(protocol: Subject, actor: Actor) -> None:
         actor.do(lock.check)
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-
-
-def test_fences_increase(protocol: Subject, actor: Actor) -> None:
-    """Over release, expiry, reaping, deletion and a row whose fence is ahead of the clock."""
-    last = 0
-
-    def next_fence(**options: Any) -> int:
-        nonlocal last
-        lock = protocol.lock("k", **options)
-        actor.call(lock, "acquire")
-        fence: int = actor.get(lock, "fence")
-        assert fence > last
-        last = fence
-        try:
-            actor.call(lock, "release")
-        except LockLost:
-            assert "ttl" in options or not protocol.run("SELECT 1 FROM locks")
-        return fence
-
-    first = next_fence()
-    assert first == pytest.approx(time.time() * 1e6, abs=5e6)
-    for _ in range(20):
-        next_fence()
-        protocol.run("DELETE FROM locks")
-        next_fence()
-        actor.do(lambda: protocol.reap(0.0))
-    next_fence()
-    protocol.run("UPDATE locks SET fence = 9007199254740993")
-    last = 9007199254740993
-    assert next_fence() == 9007199254740994
-
-
-def test_other_tenures_are_out_of_reach(protocol: Subject, actor: Actor) -> None:
-    """A statement that names another key, owner or fence changes nothing."""
-    from dblock.core.protocol import tenures
-    from dblock.core.protocol.drive import adrive, drive
-    from dblock.core.values import Tenure
-
-    lock = protocol.lock("k")
-    actor.call(lock, "acquire")
-    owner, fence = actor.get(lock, "owner"), actor.get(lock, "fence")
-    strangers = [
-        Tenure(key, name, number)
-        for key in ("k", "K", "k ")
-        for name in (owner, owner + " ", owner.swapcase(), "x")
-        for number in (fence, fence - 1, fence + 1)
-        if (key, name, number) != ("k", owner, fence)
-    ]
-    before, database = protocol.row("k"), lock._place.store().database
-
-    def attack(steps: Any) -> Any:
-        return actor.do(lambda: (drive if protocol.face == "sync" else adrive)(steps))
-
-    for stranger in strangers:
-        assert attack(tenures.extend(database, stranger, 600.0)) is None
-        assert attack(tenures.set_count(database, stranger, 2, 600.0, 600.0)) is None
-        assert attack(tenures.verify(database, stranger)) is False
-        assert attack(tenures.release(database, stranger)) == tenures.Left(in_time=False)
-    assert protocol.row("k") == before
-    actor.call(lock, "release")
 
 
 EXACT = (
@@ -597,35 +520,3 @@ def test_a_missing_index_is_named(subject: Subject, actor: Actor) -> None:
 def _moment(value: Any) -> datetime:
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-SHORT, BUSY = 0.8, 1.6
-"""Seconds that a try may take in this test, and that a connection takes on a busy machine."""
-
-
-@pytest.mark.exact
-@pytest.mark.direct
-@pytest.mark.parametrize("subject", [FACES[0], FACES[3]], indirect=True, ids=str)
-def test_a_first_try_on_a_busy_machine(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A try that has to open the first connection of its process has an answer, also if others have the key."""
-    timed(monkeypatch, single_try=SHORT)
-    lock = subject.lock("k")
-    store = lock._place.store()
-    open_at_once = store._source.open
-
-    def first(actor: Actor) -> bool:
-        store.database.latency.leave_to_parent()
-        actor.do(store._source.close_all)
-        got: bool = actor.call(lock, "acquire", blocking=False)
-        return got
-
-    def open_late(connection: Any) -> None:
-        open_at_once(connection)
-        store.rest(BUSY)
-
-    monkeypatch.setattr(store._source, "open", open_late)
-    assert first(actor) is True
-    assert first(other) is False
-    actor.call(lock, "release")

@@ -6,14 +6,12 @@ import json
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import NullPool
 
-from dblock.core import timing
 from dblock.core.errors import LockTimeout
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
@@ -25,7 +23,7 @@ from dblock.operating.commands.console import lock_json
 from dblock.operating.pins import pinned
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import INNODB, SERVERS, observer, run, timed, url
+from tests.conftest import SERVERS, observer, run, timed, url
 from tests.support.hung import MINE, SHOWN, hung
 from tests.support.lab import SOME
 from tests.support.subjects import Actor, Subject
@@ -204,21 +202,3 @@ def test_few_rights(lowly: Callable[..., URL], database: str, monkeypatch: pytes
             run(database, "GRANT SELECT ON performance_schema.data_locks TO lowly@'%'")
             exact = look(user, "k")["k"]
             assert ([(each.session, each.sure) for each in exact.pins], exact.hidden) == ([(session, True)], "")
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_key_in_passing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is locked for a moment, as by a take, is no pin; where it is looked at twice."""
-    if database not in INNODB:
-        pytest.skip("PostgreSQL names transactions, not what seems locked")
-    with hung(database, "k") as (connection, _):
-        seen: list[float] = []
-
-        def settle(_: Any, seconds: float) -> Any:
-            seen.append(seconds)
-            connection.rollback()
-            return iter(())
-
-        monkeypatch.setattr(pins, "sleep", settle)
-        assert look(database, "k") == {}
-        assert seen == [timing.DEFAULT.settle]

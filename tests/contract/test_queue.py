@@ -14,7 +14,7 @@ from dblock.core.errors import LockDeadlock, LockLost
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
-from tests.conftest import POOLER, SELDOM, timed
+from tests.conftest import SELDOM, timed
 from tests.support.lab import PROTOCOL, remaining, renewed, until
 from tests.support.subjects import Actor, Subject, twin
 
@@ -251,25 +251,6 @@ def begins_on_its_place(
     assert other.get(lock, "state") == "held"
     assert other.call(lock, "verify") is True
     other.call(lock, "release")
-
-
-def test_an_heir_that_is_notified_needs_no_statement(
-    face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
-    if POOLER or not (face.database == "postgresql" and face.lock("k")._place.store().renewable):
-        pytest.skip("nobody notifies it")
-    timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
-    sent = listen_in(face, monkeypatch)
-    for _ in range(5):
-        holder = face.lock("k")
-        actor.call(holder, "acquire")
-        lock, waiting = wait_for(face, other, ttl=20)
-        sent.clear()
-        actor.call(holder, "release")
-        assert waiting.result(30) is True
-        assert "accept" not in [name for name, _ in sent]
-        other.call(lock, "release")
 
 
 @pytest.mark.parametrize("fair", [True, False])

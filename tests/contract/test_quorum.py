@@ -18,7 +18,6 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
-from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
@@ -192,16 +191,6 @@ def test_a_majority_that_others_hold_is_waited_for(place: Place) -> None:
     assert holders() == []
 
 
-def test_a_slow_wait_is_logged_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """In whichever database it waits, and however often it tries."""
-    one, two = place.actors
-    lock = place.lock()
-    assert one.call(lock, "acquire") is True
-    assert two.call(place.lock(timeout=1, slow_wait=0.05), "acquire") is False
-    assert len([line for record in caplog.records if "has been waiting" in (line := record.getMessage())]) == 1
-    one.call(lock, "release")
-
-
 def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
     """While the others keep the lock: a majority that has worn down grows again."""
     [actor, _] = place.actors
@@ -355,31 +344,6 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("place", FACES[:1], indirect=True, ids="-".join)
-def test_two_of_three_whose_rows_somebody_has_locked(place: Place) -> None:
-    """They cannot be asked: nobody holds the key there, so there is no holder to see to. Takes do not wait for them."""
-    [actor, _] = place.actors
-    lock = place.lock()
-    assert actor.call(lock, "acquire")
-    actor.call(lock, "release")  # now there are rows
-    with contextlib.ExitStack() as strangers:
-        for database in ("postgresql", "mariadb"):
-            stranger = strangers.enter_context(contextlib.closing(engine("sync", database).connect()))
-            stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
-        for timeout in (0, 0.3, 0, 0.3, 0):
-            with pytest.raises(QuorumUnavailable, match="fewer than 2 of 3 databases can be asked") as few:
-                actor.call(place.lock(), "acquire", timeout=timeout)
-            assert sum("somebody's transaction" in answer for answer in few.value.answers.values()) == 2
-        assert [the_asks().is_silent(each._place.store()) for each in lock._members] == [False, True, True]
-
-    def recovers() -> bool:
-        assert actor.call(lock, "acquire", timeout=3)
-        actor.call(lock, "release")
-        return not any(the_asks().is_silent(each._place.store()) for each in lock._members)
-
-    assert until(recovers, 5)
-
-
 @each_face
 def test_what_is_refused(place: Place) -> None:
     lock = place.lock()
@@ -472,17 +436,6 @@ def test_it_is_asked_back_in_one_of_the_databases(place: Place) -> None:
     time.sleep(0.6)
     assert told == [(lock, "root: deploying")]
     actor.call(lock, "release")
-
-
-def test_it_is_kept_for_a_while(place: Place) -> None:
-    """As each of its databases keeps it."""
-    [actor, other] = place.actors
-    actor.within(place.lock(min_hold=0.7))
-    began = time.monotonic()
-    assert other.call(place.lock(), "acquire", blocking=False) is False
-    assert other.call(place.lock(), "acquire", timeout=5) is True
-    assert 0.3 < time.monotonic() - began < 3
-    other.call(place.lock(), "release")
 
 
 def test_the_body_is_interrupted_when_it_is_lost(place: Place) -> None:

@@ -129,27 +129,7 @@ def test_it_keeps_what_it_is_told_to_keep(
     assert old(either)
 
 
-def test_it_is_off_unless_asked_for(
-    either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The watchdog has run, and plans no reaping."""
-    own, looks = reaping(), list[float]()
-    watchdog = runtime.current.watchdog
-    plainly = watchdog._look_at_all
-
-    def noted() -> float:
-        looks.append(clock.now())
-        return plainly()
-
-    monkeypatch.setattr(watchdog, "_look_at_all", noted)
-    assert taking(actor, own, lambda: len(looks) > 2)
-    assert own.lock("k")._place.store() not in watchdog._reap_at
-    assert not reapers()
-    assert old(either)
-
-
 ENDING = """
-from django.test import override_settings
 from dblock.core import timing
 from dblock.core.protocol import reaping as protocol
 from tests.support.lab import until
@@ -163,10 +143,7 @@ def sleep(store, seconds):
 
 protocol.sleep = sleep
 timing.DEFAULT = timing.DEFAULT._replace(attention=0.1)
-if subject.variant == "django":
-    override_settings(DBLOCK={"REAP_EVERY": 0.1}).enable()
-else:
-    subject.__dict__["engine"] = subject.engine.execution_options(dblock_reap_every=0.1)
+subject.__dict__["engine"] = subject.engine.execution_options(dblock_reap_every=0.1)
 actor = Actor(subject)
 assert until(lambda: actor.within(subject.lock("k")) or begun, 20)
 print("begun")
@@ -174,12 +151,13 @@ print("begun")
 
 
 @pytest.mark.usefixtures("reaping")
-def test_a_process_ends_in_the_middle_of_it(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
+def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """At once and without a log line; the next reaper finds the rest."""
-    leave_old(protocol, *(f"a{number:02}" for number in range(100)))  # the first page
-    assert process(protocol, ENDING) == "begun\n"
-    assert old(protocol)
-    assert actors(1)[0].do(lambda: protocol.reap(3600)) == 1
+    leave_old(subject, *(f"a{number:02}" for number in range(100)))  # the first page
+    assert process(subject, ENDING) == "begun\n"
+    assert old(subject)
+    assert actors(1)[0].do(lambda: subject.reap(3600)) == 1
 
 
 @pytest.mark.parametrize("option", ["dblock_reap_every", "dblock_retention"])

@@ -16,10 +16,8 @@ import pytest
 from django.db import transaction
 from sqlalchemy.orm import Session
 
-from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import (
     InvalidKey,
-    LockDeadlock,
     LockLost,
     LockNotHeld,
     LockTimeout,
@@ -27,11 +25,7 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Execute, Steps, sleep
-from dblock.core.values import Grant, Tenure
-from dblock.operating import administration
-from tests.conftest import ALIASES, INNODB, SERVERS, ready
+from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
@@ -164,41 +158,6 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     assert actor.call(rw.read(), "acquire", blocking=False) is True
 
 
-def test_a_writer_that_reads(either: Subject, actor: Actor, other: Actor) -> None:
-    """Its reader's lock says so, wherever it asks; it writes until its last release."""
-    rw = rwlock(either)
-    read, write = rw.read(), rw.write()
-    actor.call(write, "acquire")
-    actor.call(read, "acquire")
-    for lock in (read, rw.read()):
-        assert actor.call(lock, "owned") is actor.call(lock, "locked") is True
-        assert actor.call(lock, "inspect").fence == actor.get(write, "fence")
-    assert other.call(read, "locked") is False, "nobody reads beside others"
-    actor.call(write, "release")
-    assert actor.call(read, "owned") is True
-    assert other.call(rw.read(), "acquire", blocking=False) is False
-    actor.call(read, "release")
-    assert actor.call(read, "locked") is False
-    assert other.call(rw.read(), "acquire", blocking=False) is True
-
-
-def test_a_reader_that_does_not_enter_twice(either: Subject, actor: Actor) -> None:
-    """With reentrant=False a try and a wait with an end fail; one without end is told at once."""
-    read = rwlock(either, reentrant=False).read()
-    actor.call(read, "acquire")
-    assert actor.call(read, "acquire", blocking=False) is False
-    begun = time.monotonic()
-    assert actor.call(read, "acquire", timeout=0.3) is False
-    assert time.monotonic() - begun > 0.25
-    with pytest.raises(LockTimeout, match="this very thread or task holds it, and reentrant=False"):
-        actor.within(rwlock(either, reentrant=False, timeout=0.1).read())
-    with pytest.raises(LockDeadlock):
-        actor.call(read, "acquire", timeout=None)
-    assert actor.call(read, "verify")
-    actor.call(read, "release")
-    assert readers(either) == 0
-
-
 def test_downgrade(protocol: Subject, actors: Actors) -> None:
     """The writer becomes a reader without a moment in which a writer that waits could come between."""
     one, two, three = actors(3)
@@ -225,26 +184,6 @@ def test_downgrade(protocol: Subject, actors: Actors) -> None:
     with pytest.raises(LockNotHeld):
         three.call(rw.write(), "downgrade")
     assert three.call(rw.read(), "acquire", blocking=False)
-
-
-def test_a_downgrade_whose_answer_comes_too_late(
-    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was lost meanwhile stays lost, and no reader is left."""
-    downgrade = Sharing.downgrade
-
-    def late(self: Sharing, tenure: Tenure) -> Steps[Grant | None]:
-        grant = yield from downgrade(self, tenure)
-        yield from sleep(self.database.store, 0.6)
-        return grant
-
-    monkeypatch.setattr(Sharing, "downgrade", late)
-    write = rwlock(protocol, ttl=0.5, renew=False).write()
-    actor.call(write, "acquire")
-    with pytest.raises(LockLost):
-        actor.call(write, "downgrade")
-    assert actor.get(write, "state") == "lost"
-    assert readers(protocol) == 0
 
 
 def test_downgrade_in_a_block(either: Subject, actor: Actor, other: Actor) -> None:
@@ -466,22 +405,6 @@ def test_a_guarded_one_keeps_the_others_out(request: pytest.FixtureRequest, data
         theirs.release()
 
 
-def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> None:
-    """As any lock, by the key of its row; the writer enters, and the reader has lost it."""
-    one, two = actors(2)
-    read, write = rwlock(protocol).read(), rwlock(protocol, timeout=30).write()
-    one.call(read, "acquire")
-    waiting = two.begin(write, "acquire")
-    time.sleep(0.2)
-    info = one.call(read, "inspect")
-    store = protocol.lock("k")._place.store()
-    play = drive if protocol.face == "sync" else adrive
-    assert one.do(lambda: play(administration.force_release(store, info.key, info.fence, "enough")))
-    assert waiting.result(30) is True
-    with pytest.raises(LockLost):
-        one.call(read, "verify")
-
-
 @pytest.mark.parametrize("database", ["postgresql", *INNODB])
 def test_a_guard_of_a_neighbour_keeps_no_reader_out(request: pytest.FixtureRequest, database: str) -> None:
     """Of the next key, of another reader, nor of a reader of the next key: InnoDB may lock gaps between their rows."""
@@ -556,34 +479,6 @@ def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, dat
         pass
 
 
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_reader_is_kept_out_by_its_own_min_hold(request: pytest.FixtureRequest, database: str) -> None:
-    """In a transaction that keeps the key: a try fails, a wait that is too short fails, a longer one gets in."""
-    ready(request, database)
-    subject = Subject("django", "sync", database)
-    with transaction.atomic(using=ALIASES[database]):
-        with rwlock(subject, min_hold=1.0).read():
-            began = time.monotonic()
-        assert not rwlock(subject).read().acquire(blocking=False)
-        assert not rwlock(subject, timeout=0.1).read().acquire()
-        with pytest.raises(LockTimeout, match="it is held by"), rwlock(subject, timeout=0.1).read():
-            pass
-        with rwlock(subject, timeout=5).read():
-            assert time.monotonic() - began > 0.99
-
-
-def test_a_downgrade_without_a_hold(either: Subject, actor: Actor) -> None:
-    """It says that this flow writes not, also of one that reads; nothing of where a lock is released."""
-    rw = rwlock(either)
-    for _ in range(2):
-        with pytest.raises(
-            LockNotHeld, match="cannot downgrade 'k': as a writer this thread or task does not"
-        ) as caught:
-            actor.call(rw.write(), "downgrade")
-        assert "wait_for" not in str(caught.value)
-        actor.call(rw.read(), "acquire")
-
-
 @pytest.mark.parametrize(
     "subject", [Subject("sqlalchemy", "sync", "sqlite"), Subject("django", "sync", "sqlite")], indirect=True, ids=str
 )
@@ -604,37 +499,6 @@ def test_it_is_no_lock_itself(subject: Subject) -> None:
             wrong()
     with pytest.raises(TypeError, match=r"a ReadWriteLock is none: use its read\(\) or write\(\)"):
         several(subject, "a", rw)
-
-
-@pytest.mark.parametrize("loses", ["before it looks", "while it waits"])
-def test_a_writer_that_loses_the_door_begins_again(
-    protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch, loses: str
-) -> None:
-    """As a process that was frozen until its lease was over: it neither believes that it is in, nor looks for ever."""
-    reader, writer = actors(2)
-    rw = rwlock(protocol, timeout=20)
-    read, write = rw.read(), rw.write()
-    assert reader.call(read, "acquire")
-    if loses == "before it looks":
-        reader.call(read, "release")
-    store: Any = write._place.store()
-    name = "aexecute" if protocol.face == "async" else "execute"
-    execute, sent = getattr(store, name), list[str]()
-
-    def lose(step: Execute) -> Any:
-        sent.append(step.statement.name)
-        if step.statement.name == "alone" and sent.count("alone") == (1 if loses == "before it looks" else 3):
-            protocol.run("UPDATE locks SET owner = NULL, fence = fence + 2 WHERE lock_key = 'k'")
-            if loses == "while it waits":
-                protocol.run("DELETE FROM locks WHERE lock_key > :low AND lock_key < :high", low="k\x1f", high="k\x1fs")
-        return execute(step)
-
-    monkeypatch.setattr(store, name, lose)
-    assert writer.call(write, "acquire") is True
-    assert sent.count("take") >= 2, "the door was acquired once more"
-    assert sent.count("alone") < 12
-    assert protocol.row("k")["fence"] == writer.get(write, "fence")
-    writer.call(write, "release")
 
 
 def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Actors) -> None:

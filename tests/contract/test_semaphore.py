@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-import os
-import re
 import threading
 import time
 import weakref
@@ -15,11 +12,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from django.db import transaction
 
 from dblock.core import runtime
 from dblock.core.acquire import handover, shares
-from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -30,16 +25,14 @@ from dblock.core.errors import (
     WrongKind,
 )
 from dblock.core.values import SHARE
-from tests.conftest import ALIASES, DATABASES, SELDOM, ready, timed
+from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_administration import Desk
-from tests.contract.test_queue import labels_in_line, waiters
-from tests.support.lab import EVERYWHERE, remaining, renewed, until
+from tests.contract.test_queue import waiters
+from tests.support.lab import renewed, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
-TASKS = [each for each in EVERYWHERE if (each.variant, each.face) == ("sqlalchemy", "async")]
-"""Where flows begin in an order that is known."""
 
 
 def semaphore(subject: Subject, permits: int, key: str = "k", **options: Any) -> Any:
@@ -191,38 +184,6 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     assert one.call(first, "available") == 0
 
 
-def _are_in_line(subject: Subject, labels: set[str]) -> bool:
-    return {*labels_in_line(subject)} == labels
-
-
-@pytest.mark.parametrize("subject", TASKS, indirect=True, ids=str)
-def test_those_that_begin_together_are_served_in_that_order(subject: Subject, actor: Actor) -> None:
-    """As the waiters of a plain lock, though each of them tries to get a permit before."""
-
-    async def crowd() -> list[int]:
-        sem, order = semaphore(subject, 2, timeout=60), list[int]()
-
-        async def enter(number: int) -> None:
-            async with semaphore(subject, 2, timeout=60, label=str(number)).permit():
-                order.append(number)
-                await asyncio.sleep(0.01)
-
-        assert await sem.acquire(n=2)
-        waiting = list[asyncio.Task[None]]()
-        for many in (10, 14):
-            waiting += [asyncio.create_task(enter(number)) for number in range(len(waiting), many)]
-            behind = {str(number) for number in range(1, many)}  # the first has the door, and waits for a permit
-            assert await asyncio.to_thread(until, partial(_are_in_line, subject, behind), 20)
-        await sem.release(1)
-        await asyncio.gather(*waiting)
-        await sem.release(1)
-        return order
-
-    for _ in range(3):
-        order = actor.do(crowd)
-        assert order == sorted(order)
-
-
 def test_other_numbers(protocol: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """The number is the caller's own: while 2 and 4 run, at most 4 are in; it may be changed at any time."""
     one, two = actors(2)
@@ -279,23 +240,6 @@ def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Actor
     two.call(several, "release", 2)
     assert three.call(later, "acquire", timeout=30)
     assert time.monotonic() - begun > 0.4
-
-
-def test_what_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
-    """What it has collected, and the door; what it has at last lasts for a whole ttl."""
-    one, two = actors(2)
-    holder, sem = semaphore(protocol, 3), semaphore(protocol, 3, renew=False)
-    assert one.call(holder, "acquire")
-    waiting = two.start(lambda: getattr(sem, protocol.method("acquire"))(n=3, timeout=30))
-    assert until(lambda: len(in_use(protocol)) == 3)
-    time.sleep(0.2)
-    leases = sorted(remaining(protocol, key) for (key,) in protocol.run("SELECT lock_key FROM locks WHERE owner <> ''"))
-    assert leases[-2] < 5.1 < leases[-1]
-    one.call(holder, "release")
-    assert waiting.result(30) is True
-    assert all(permit.remaining > 20 for permit in sem.held)
-    assert all(remaining(protocol, permit.inspect().key) > 25 for permit in sem.held if protocol.face == "sync")
-    two.call(sem, "release", 3)
 
 
 def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:
@@ -429,22 +373,6 @@ def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkey
     assert sem.held == in_use(either) == []
 
 
-@pytest.mark.parametrize("database", DATABASES)
-def test_a_permit_is_kept_until_the_transaction_ends(request: pytest.FixtureRequest, database: str) -> None:
-    """As any lock: left inside atomic(), it is kept until that has ended."""
-    ready(request, database)
-    if database == "sqlite":
-        pytest.skip("one writer at a time")
-    subject = Subject("django", "sync", database)
-    sem = semaphore(subject, 1)
-    with transaction.atomic(using=ALIASES[database]):
-        with sem:
-            pass
-        assert len(in_use(subject)) == 1
-        assert sem.held == []
-    assert until(lambda: in_use(subject) == [])
-
-
 def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor) -> None:
     """A permit of `permit()` is a lock, which is acquired, detached and released; a block that lost its own ends."""
     sem = semaphore(either, 2)
@@ -507,20 +435,6 @@ def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(protocol: Subjec
     two.call(sem, "release")
 
 
-def test_fewer_permits_than_one_waits_for(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """It is told, and leaves nothing."""
-    holder, sem = semaphore(protocol, 3), semaphore(protocol, 3)
-    assert actor.call(holder, "acquire")
-    waiting = other.start(lambda: getattr(sem, protocol.method("acquire"))(n=3, timeout=9))
-    time.sleep(0.2)
-    sem.permits = 2
-    actor.call(holder, "release")
-    with pytest.raises(ValueError, match="has 2 permits by now, and so never 3"):
-        waiting.result(30)
-    assert in_use(protocol) == []
-    assert actor.call(holder, "acquire", n=3)
-
-
 def test_more_permits_wake_those_that_wait(protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not when they would ask again."""
     timed(monkeypatch, waiter_ttl=60.0, **SELDOM)
@@ -554,46 +468,3 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
     assert in_use(either) == []
-
-
-def test_a_permit_shows_its_slot(protocol: Subject, actor: Actor) -> None:
-    """In its repr, and in what tells of its row."""
-    sem = semaphore(protocol, 3)
-    assert actor.call(sem, "acquire")
-    [permit], [info] = sem.held, actor.call(sem, "holders")
-    assert repr(permit).endswith(f"count 1, slot {permit.slot}>")
-    assert info.slot == permit.slot == actor.call(permit, "inspect").slot
-    actor.call(sem, "release")
-    assert repr(permit).endswith("'k': not held here>")
-    plain = protocol.lock("plain")
-    actor.call(plain, "acquire")
-    assert actor.call(plain, "inspect").slot is None
-    actor.call(plain, "release")
-
-
-def test_a_wait_for_permits_is_logged(either: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
-    """As any slow wait, with one who holds a permit that is in the way."""
-    one, two = actors(2)
-    holder, waiter = semaphore(either, 1, "slow", label="theirs"), semaphore(either, 1, "slow", slow_wait=0.2)
-    assert one.call(holder, "acquire") is True
-    assert two.call(waiter, "acquire", timeout=0.6) is False
-    [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
-    told = rf"for 'slow': 'slow \(permit 0\)' is held by .* pid {os.getpid()}, .* as \"theirs\", for \d\.\d s$"
-    assert re.search(told, line)
-    one.call(holder, "release")
-
-
-def test_a_skipped_call_of_a_semaphore(
-    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log names the function and who holds a permit, and does not advise to wait longer."""
-    holder = semaphore(either, 1, key="k-1")
-    assert actor.call(holder, "acquire")
-    call = other.decorate(semaphore(either, 1, key="k-{n}", timeout=0.05, on_busy="skip"), lambda n: n)
-    with caplog.at_level(logging.INFO, "dblock"):
-        assert call(1) is None
-        assert deliveries.flush(5)
-    [line] = [each.getMessage() for each in caplog.records if "skipped" in each.getMessage()]
-    assert re.search(r"skipped a call of .*<lambda>: could not acquire 'k-1' within 0.05 s: it is held by", line)
-    assert "timeout=" not in line
-    actor.call(holder, "release")

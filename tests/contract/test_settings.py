@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import re
 import sqlite3
@@ -34,7 +33,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from psycopg.adapt import Dumper, Loader
-from psycopg.rows import dict_row, namedtuple_row, scalar_row
+from psycopg.rows import dict_row
 from psycopg2.extras import RealDictCursor
 from pymysql.constants import FIELD_TYPE
 from pymysql.cursors import DictCursor, SSCursor
@@ -117,12 +116,6 @@ def change(**attributes: Any) -> Callable[[Any], Any]:
 
 def strange(value: object) -> str:
     return f"strange {value!r}"
-
-
-async def json_codec(driver: Any) -> None:
-    """What asyncpg's documentation has applications do."""
-    await driver.set_type_codec("json", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
-    await driver.set_type_codec("jsonb", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
 
 
 def no_autocommit(driver: Any) -> Any:
@@ -261,7 +254,6 @@ EVERY_DRIVER = (*POSTGRESQL, *MYSQL, *SQLITE)
 
 SETTINGS = [
     Setting("nothing", EVERY_DRIVER, engine={"echo": False}, django={}),
-    Setting("json codec", ("asyncpg",), json_codec),
     Setting("codecs of every type", ("asyncpg",), every_codec, callers=False),
     Setting(
         "no statement caches",
@@ -287,8 +279,6 @@ SETTINGS = [
     Setting("adapters", PSYCOPG, own_adapters, django={}, callers=False),
     Setting("adapters of the process", PSYCOPG, django={}, process=everybodys_adapters, callers=False),
     Setting("dict_row", PSYCOPG, change(row_factory=dict_row), django={}, callers=False),
-    Setting("namedtuple_row", PSYCOPG, change(row_factory=namedtuple_row), django={}),
-    Setting("scalar_row", PSYCOPG, change(row_factory=scalar_row), django={}, callers=False),
     Setting("cursor factory", PSYCOPG, django={"cursor_factory": OwnCursor}),
     Setting("server-side binding", PSYCOPG, django={"server_side_binding": True}),
     Setting("prepare at once", PSYCOPG, change(prepare_threshold=0), django={}),
@@ -341,7 +331,6 @@ SETTINGS = [
         django={"init_command": "SET autocommit = 0, time_zone = '+05:45', sql_safe_updates = 1"},
     ),
     Setting("no autocommit", MYSQL, on_server("SET autocommit = 0"), django={}),
-    Setting("row factory", SQLITE, change(row_factory=sqlite3.Row), django={}),
     Setting("rows that are dicts", SQLITE, change(row_factory=lambda _, row: {"row": row}), django={}, callers=False),
     Setting("texts that are bytes", SQLITE, change(text_factory=bytes), django={}, callers=False),
     Setting(
@@ -641,6 +630,7 @@ def guard(subject: Configured, holder: Actor, lock: Any) -> None:
 
 @pytest.mark.direct
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(not PRODUCT, reason="takes long: make product")
 @pytest.mark.skipif(find_spec("ddtrace") is None, reason="ddtrace has no wheel for this Python")
 def test_drivers_that_datadog_traces() -> None:
     """In a process that `ddtrace-run` starts: it patches drivers for good, when they are imported."""

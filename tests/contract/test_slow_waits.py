@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.lock.base import BaseLock
-from dblock.core.protocol.steps import Execute
-from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -73,30 +70,6 @@ def test_short_waits_are_not_logged(
     other.call(either.lock("k"), "release")
     assert not lines(caplog)
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
-
-
-def test_it_costs_no_statement(either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiter whose wait is logged sends what one does whose wait is not."""
-    lock = either.lock("k")
-    store: Any = lock._place.store()
-    execute, sent = store.execute, list[tuple[int, str]]()
-
-    def count(step: Execute) -> Any:
-        sent.append((threading.get_ident(), step.statement.name))
-        return execute(step)
-
-    monkeypatch.setattr(store, "execute", count)
-    assert actor.call(lock, "acquire")
-    seen: list[set[str]] = []
-    for slow_wait in (None, 0):
-        sent.clear()
-        # Shorter than the time after which a waiter listens at the database, and polls when that begins.
-        assert not other.call(either.lock("k", timeout=0.5, slow_wait=slow_wait), "acquire")
-        assert until(lambda: any(name == "leave_queue" for _, name in sent)), "in the background"
-        # By time, and not by the wait: the second tries a listener, the third is asked once what was read is too old.
-        seen.append({name for _, name in sent} - {"heartbeat", "call", "epoch_status"})
-    assert seen[0] == seen[1]
-    actor.call(lock, "release")
 
 
 def test_a_wait_that_begins_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

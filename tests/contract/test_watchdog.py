@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import time
-from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
-from tests.conftest import SERVERS, observer, ready, run, url
+from tests.conftest import SERVERS, observer, ready, url
 from tests.support.lab import renewed, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
@@ -39,31 +35,6 @@ def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: st
         assert lock.verify()
         lock.release()
     engine.dispose()
-
-
-def test_a_thread_that_outlives_the_function_of_its_process(request: pytest.FixtureRequest) -> None:
-    """A child of multiprocessing says goodbye before its threads have ended: what they hold is renewed on."""
-    ready(request, "postgresql")
-    spawning = multiprocessing.get_context("spawn")
-    heard, told = spawning.Pipe(duplex=False)
-    child = spawning.Process(target=_leave_a_thread, args=(url("postgresql"), told))
-    child.start()
-    told.close()
-    assert heard.poll(50)
-    assert heard.recv() == "held"
-    heard.close()
-    child.join(60)
-    assert run("postgresql", "SELECT owner FROM locks WHERE lock_key = 'k'") == [(None,)]
-
-
-def _leave_a_thread(place: str, told: Any) -> None:
-    def work() -> None:
-        engine = create_engine(place)
-        with db_lock(engine, "k", ttl=1.5) as lock:
-            time.sleep(2)
-            told.send(lock.state)
-
-    threading.Thread(target=work).start()
 
 
 def test_a_database_that_does_not_answer_delays_no_exit(request: pytest.FixtureRequest) -> None:

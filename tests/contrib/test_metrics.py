@@ -187,27 +187,6 @@ def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, regi
         assert total(values, name, group="stock", database=database) == 1
 
 
-def test_what_is_put_aside_is_counted(engine: Engine, registry: CollectorRegistry) -> None:
-    """By a flow that puts one aside when there are many, by a scrape at the latest; nothing twice."""
-    [metrics] = [each for each in registry._collector_to_names if isinstance(each, prometheus.Metrics)]
-    lock = db_lock(engine, "stock:1")
-    cycles = prometheus.PENDING // 2 + 3
-    for _ in range(cycles):
-        with lock:
-            pass
-    assert len(metrics._pending) == 6
-    values = scrape(registry)
-    assert total(values, "dblock_wait_seconds_count") == total(values, "dblock_hold_seconds_count") == cycles
-    assert not metrics._pending
-    assert metrics._settling.acquire(blocking=False), "a flow that meets another one at it goes on"
-    for _ in range(prometheus.PENDING):
-        with lock:
-            pass
-    metrics._settling.release()
-    assert total(scrape(registry), "dblock_hold_seconds_count") == cycles + prometheus.PENDING
-    assert total(scrape(registry), "dblock_held") == 0
-
-
 def test_it_is_instrumented_once(registry: CollectorRegistry) -> None:
     with pytest.raises(ValueError, match="Duplicated"):
         prometheus.instrument(registry=registry)

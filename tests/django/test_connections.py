@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,21 +19,16 @@ import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.test import override_settings
-from sqlalchemy import NullPool, create_engine
 
 from dblock import LockStoreError, db_lock
-from dblock.connections import MOST, Lane
-from dblock.core import clock
+from dblock.connections import MOST
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Reply, Statement, on_server
+from dblock.core.statements.base import Reply, Statement
 from dblock.store import DjangoStore, store_for
-from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
+from tests.conftest import ALIASES, INNODB, SERVERS, ready, run
 from tests.support.lab import together
-from tests.support.pages import ROOT
 from tests.support.steps import NO_STORE
-
-EXCLUSIVELY = ("IN ACCESS EXCLUSIVE MODE", "WRITE")
 
 
 @pytest.fixture
@@ -215,89 +207,6 @@ def test_connections_outlive_requests_but_not_a_close(database: str, alias: str)
 
 @pytest.mark.direct
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_who_comes_behind_a_crowd_that_is_not_answered(
-    database: str, alias: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an event loop, where a statement has a thread for as long as it takes: nobody waits for one for longer."""
-    timed(monkeypatch, single_try=0.25)
-    for _ in range(2):
-        with db_lock("k", using=alias):
-            pass
-    stranger = create_engine(url(database), poolclass=NullPool)
-
-    async def main() -> tuple[float, bool]:
-        crowd = [asyncio.create_task(db_lock(f"k{n}", using=alias, timeout=20).aacquire()) for n in range(12)]
-        await asyncio.sleep(0.5)
-        begun = time.monotonic()
-        try:
-            got = await db_lock("other", using=alias).aacquire(blocking=False)
-        except LockStoreError:
-            got = False
-        took = time.monotonic() - begun
-        for each in crowd:
-            _ = each.cancel()
-        await asyncio.gather(*crowd, return_exceptions=True)
-        return took, got
-
-    with stranger.connect() as connection:
-        connection.exec_driver_sql(f"LOCK TABLE{'S' * (database in INNODB)} locks {EXCLUSIVELY[database in INNODB]}")
-        for _ in range(5):  # a busy machine is late: one chance in time will do
-            took, got = asyncio.run(main())
-            assert not got
-            if took < 1.0:
-                return
-    raise AssertionError(took)
-
-
-ENDING = """
-import asyncio, threading, time
-import django
-django.setup()
-from dblock import db_lock
-
-async def main():
-    async with db_lock("k", using={alias!r}) as lock:
-        await asyncio.sleep(0.5)
-    print(lock.state)
-    async with db_lock("k", using={alias!r}, timeout=5) as lock:
-        print(lock.state)
-
-threading.Thread(target=lambda: asyncio.run(main())).start()
-time.sleep(0.2)
-"""
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_an_event_loop_that_outlives_the_main_thread(database: str, alias: str) -> None:
-    """Python starts no more work in pools of threads then; what is held is given back all the same."""
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING.format(alias=alias)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=40,
-        check=False,
-    )
-    assert (done.stdout.split(), done.stderr) == (["None", "held"], "")
-    assert run(database, "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
-
-
-def test_work_is_done_once_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands in the pool's queue by then, and whichever thread there is may come to it."""
-    lane, done = Lane("take"), list[int]()
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(lane._threads, "submit", refuse)
-    with pytest.raises(RuntimeError, match="new thread"):
-        asyncio.run(lane.run(lambda: done.append(1), clock.now() + 5))
-    assert not done
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """AnyIO knows its cancellation again, also while the protocol deals with a lost answer."""
     execute, lost = DjangoStore.execute, list[str]()
@@ -322,23 +231,6 @@ def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytes
     monkeypatch.setattr(DjangoStore, "execute", lose)
     assert asyncio.run(main())
     assert lost
-
-
-@pytest.mark.direct
-def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
-    """And a test runner that has turned an alias to another database finds the lock there."""
-    ready(request, "postgresql")
-    connection = connections["postgresql"]
-    with db_lock("k", using="postgresql"):
-        pass
-    old: dict[str, Any] = {"serialize": False} if django.VERSION < (6,) else {}  # later ones never do
-    name = connection.creation.create_test_db(verbosity=0, autoclobber=True, **old)
-    try:
-        with db_lock("only here", using="postgresql"):
-            assert run("postgresql", "SELECT lock_key FROM locks") == [("k",)]
-    finally:
-        connection.creation.destroy_test_db("postgres", verbosity=0)
-    assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
 
 
 @pytest.mark.parametrize("wal", [True, False])
@@ -384,20 +276,20 @@ def apart(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
-    """Not by the setting: from the first use on a connection, on MariaDB the fifth, also with CONN_MAX_AGE = 0."""
-    connections[alias].close()
-    for _ in range(6):  # the first of them creates the row
-        with db_lock("k", using=alias):
-            pass
-    source = store_for(alias)._source
-    connection = source.take(clock.now() + 10, critical=False)
-    known = connection.prepared.__self__._known  # type: ignore[union-attr]
-    source.give(connection)
-    dialect = store_for(alias).database.dialect
-    sent = {on_server(statement, mariadb=True).sql for statement in (dialect.take, dialect.release)}
-    assert sent <= set(known)
+def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
+    """And a test runner that has turned an alias to another database finds the lock there."""
+    ready(request, "postgresql")
+    connection = connections["postgresql"]
+    with db_lock("k", using="postgresql"):
+        pass
+    old: dict[str, Any] = {"serialize": False} if django.VERSION < (6,) else {}  # later ones never do
+    name = connection.creation.create_test_db(verbosity=0, autoclobber=True, **old)
+    try:
+        with db_lock("only here", using="postgresql"):
+            assert run("postgresql", "SELECT lock_key FROM locks") == [("k",)]
+    finally:
+        connection.creation.destroy_test_db("postgres", verbosity=0)
+    assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)

@@ -34,13 +34,15 @@ from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.inspector import QUEUED
 from dblock.operating.timeline import Holding, timeline, told
 from dblock.store import store_for
-from tests.conftest import ALIASES, INNODB, SERVERS, run
+from tests.conftest import ALIASES, SERVERS, run
 from tests.django.test_app import Everything
 from tests.support.failover import SOON
 from tests.support.hung import hung
 from tests.support.lab import LONG, until
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
 
+of_pages = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+"""For what a page says, and no database decides."""
 LIST = "/admin/dblock/lock/"
 PERMISSIONS = ("view_lock", "force_release_lock", "revoke_lock", "reap_lock")
 
@@ -112,6 +114,7 @@ class Waiting:
 KEYS = ["stock:42", "a/b c?d#e&f=g", "waiters", "<b>'\"; --", "ключ 货 😀", "x" * 255, "_5F", "reap/"]
 
 
+@of_pages
 def test_the_list_and_the_details_of_any_key(site: Site) -> None:
     """In words as in colour, with seconds; how many wait, and who; nothing to edit; the token nowhere."""
     client = site.user("view_lock")
@@ -133,6 +136,7 @@ def test_the_list_and_the_details_of_any_key(site: Site) -> None:
         assert absent not in page(client, change("stock:42"))
 
 
+@of_pages
 def test_a_key_that_nobody_holds(site: Site) -> None:
     """Who held it last, and when it was released; nothing that reads as if it were held."""
     client = site.user("view_lock")
@@ -147,6 +151,7 @@ def test_a_key_that_nobody_holds(site: Site) -> None:
     assert re.search(r'field-released.*?<div class="readonly">[0-9.]+ s ago</div>', free, re.DOTALL)
 
 
+@of_pages
 def test_numbers_are_names(site: Site) -> None:
     """Fences and process ids are not grouped where the site groups numbers: they are copied into commands."""
     client = site.user(*PERMISSIONS)
@@ -182,6 +187,7 @@ class _Two:
     urlpatterns = [path("admin/", admin.site.urls), path("second/", second.urls)]  # noqa: RUF012 - as Django has it
 
 
+@of_pages
 def test_a_site_leads_to_itself(site: Site) -> None:
     """Each page's links, and where its forms lead to: not to the site that is called `admin`."""
     client = site.user(*PERMISSIONS)
@@ -216,11 +222,10 @@ def test_keys_that_are_closed_after_a_failover(site: Site) -> None:
         run(database, "UPDATE lock_epoch SET opens_at = since")
 
 
+@of_pages
 def test_what_others_wrote_is_escaped(site: Site) -> None:
     """On each page and in each message: bidi controls would reorder it, and what is invisible would hide there."""
     client = site.user(*PERMISSIONS)
-    if _name(site) in INNODB:  # whose tables of Django's own are in the server's character set
-        run(_name(site), "ALTER TABLE django_admin_log CONVERT TO CHARACTER SET utf8mb4")
     key = f"k {TEXT}"
     with pytest.raises(LockLost), site.lock(key, label=TEXT) as lock:
         heir = Waiting(site, key, label=TEXT)
@@ -328,6 +333,7 @@ def _name(site: Site) -> str:
     return str({alias: name for name, alias in ALIASES.items()}[site.alias])
 
 
+@of_pages
 def test_force_release(site: Site) -> None:
     """A page says what will happen to whom; then that tenure ends, the next waiter is served, and it is on record."""
     from django.contrib.admin.models import LogEntry
@@ -361,6 +367,7 @@ def test_force_release(site: Site) -> None:
     assert "Nobody holds" in gone.content.decode()
 
 
+@of_pages
 def test_the_holders_of_shares(site: Site) -> None:
     """Each reader and permit is listed by what it is, is linked from the page of its key, and can be freed alone."""
     client = site.user("view_lock", "force_release_lock")
@@ -434,6 +441,7 @@ def test_a_key_that_a_transaction_pins(site: Site) -> None:
     assert "pinned" not in re.sub(r"<style.*?</style>", "", page(client, change("k")))
 
 
+@of_pages
 def test_ask_for_it_back(site: Site) -> None:
     """Its holder hears of it and keeps it; the page shows that it was asked."""
     client = site.user("view_lock", "revoke_lock")
@@ -450,6 +458,7 @@ def test_ask_for_it_back(site: Site) -> None:
         assert lock.verify()
 
 
+@of_pages
 def test_tidy_up(site: Site) -> None:
     """Deletes what nobody uses any more."""
     client = site.user("view_lock", "reap_lock")
@@ -462,6 +471,7 @@ def test_tidy_up(site: Site) -> None:
         assert run(_name(site), "SELECT lock_key FROM locks") == [("held",)]
 
 
+@of_pages
 def test_much_to_tidy_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request does not wait for minutes; an error is told if there is one soon."""
     client, go = site.user("view_lock", "reap_lock"), threading.Event()
@@ -478,6 +488,7 @@ def test_much_to_tidy_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The database is away" in client.post(f"{LIST}reap/", follow=True).content.decode()
 
 
+@of_pages
 def test_a_hostile_user(site: Site) -> None:
     """Without a permission every address answers 403, by GET and by POST, and nothing has changed."""
     with site.lock("k", ttl=600) as lock:
@@ -502,6 +513,8 @@ def test_a_hostile_user(site: Site) -> None:
         for address in (change("k", "release"), change("k", "revoke"), f"{LIST}reap/"):
             assert strict.post(address, given).status_code == 403, "without the form's token"
         client = site.user(*PERMISSIONS)
+        for address in (f"{LIST}add/", change("k", "delete")):
+            assert client.get(address).status_code == 403, "for nobody"
         for wrong in ({}, {"reason": "x"}, {"fence": "x", "reason": "x"}, {"fence": "1' OR 1=1", "reason": "x"}):
             assert client.post(change("k", "release"), wrong).status_code == 200, "the form again"
         for fence in ("1", "-1", str(2**62)):
@@ -543,6 +556,7 @@ def test_a_list_of_many_asks_little(site: Site) -> None:
 # -- what happened
 
 
+@of_pages
 def test_what_happened_is_told(site: Site) -> None:
     """In the details of a key with a picture, and on a page of its own; a stranger's words are text."""
     client = site.user("view_lock")
@@ -649,6 +663,7 @@ def test_a_search_finds_what_was_typed(site: Site, word: str) -> None:
         assert "größe" in page(site.user("view_lock"), LIST, q=word)
 
 
+@of_pages
 def test_what_is_in_hand_over(site: Site) -> None:
     """It says so, and since when; it is held again when its token is used."""
     client, lock = site.user("view_lock"), site.lock("k", ttl=60)
@@ -664,6 +679,7 @@ def test_what_is_in_hand_over(site: Site) -> None:
     taken.release()
 
 
+@of_pages
 def test_a_min_hold_that_is_over(site: Site, database: str) -> None:
     """Closed, then free; nobody has died with it."""
     client = site.user("view_lock")

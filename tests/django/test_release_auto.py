@@ -103,22 +103,6 @@ def test_a_min_hold_counts_for_the_transaction_that_keeps_the_key(database: str,
         assert send() == "skipped"
 
 
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_min_hold_counts_from_each_start_in_a_transaction(database: str, alias: str) -> None:
-    """For the next start in it, for a nested block, and for others after it."""
-    began, starts = time.monotonic(), list[float]()
-
-    def start() -> None:
-        with db_lock("paced", using=alias, min_hold=0.1), db_lock("paced", using=alias, min_hold=0.4):
-            starts.append(time.monotonic() - began)
-
-    with transaction.atomic(alias):
-        for _ in range(3):
-            start()
-    start()
-    assert all(after >= 0.4 * n - 0.01 for n, after in enumerate(starts)), starts
-
-
 def test_it_is_kept_until_the_rollback(database: str, alias: str) -> None:
     """Whether an exception leaves the block, or somebody asked for it."""
     with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
@@ -135,16 +119,6 @@ def test_it_is_kept_until_the_rollback(database: str, alias: str) -> None:
     assert others_get_in(alias)
     with pytest.raises(ZeroDivisionError), transaction.atomic(alias), db_lock("k", using=alias):
         raise ZeroDivisionError
-    assert others_get_in(alias)
-
-
-def test_acquire_and_release_as_well(database: str, alias: str) -> None:
-    """Not only `with`."""
-    lock = db_lock("k", using=alias)
-    with transaction.atomic(alias):
-        assert lock.acquire()
-        lock.release()
-        assert not others_get_in(alias)
     assert others_get_in(alias)
 
 
@@ -226,19 +200,6 @@ def test_the_same_transaction_enters_again(database: str, alias: str) -> None:
                     assert (inner.fence, inner.count) == (lock.fence, 2)
             assert not others_get_in(alias)
     assert len(set(fences)) == 1
-    assert others_get_in(alias)
-
-
-def test_a_lock_that_is_not_reentrant(database: str, alias: str) -> None:
-    """Is refused inside of its block, and may be taken again in the same transaction when that has been left."""
-    lock = db_lock("k", using=alias, reentrant=False, timeout=0.05)
-    with transaction.atomic(alias):
-        for _ in range(2):
-            with lock:
-                assert lock.acquire() is False
-                assert lock.verify()
-            assert lock.state is None
-        assert not others_get_in(alias)
     assert others_get_in(alias)
 
 

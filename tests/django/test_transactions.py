@@ -98,18 +98,6 @@ def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) ->
     assert not failures
 
 
-@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-def test_autocommit_off_from_the_start(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is the first to use the connection, and joins its transaction."""
-    caller = connections[alias]
-    caller.close()
-    monkeypatch.setitem(caller.settings_dict, "AUTOCOMMIT", False)
-    with db_lock("k", using=alias) as lock:
-        assert lock.verify()
-    caller.rollback()
-    caller.close()
-
-
 def test_a_release_on_the_event_loop_by_mistake_loses_nothing(database: str, alias: str) -> None:
     """It is refused before anything is forgotten, and the right method still works."""
     import asyncio
@@ -179,17 +167,6 @@ def test_what_was_given_back_is_no_loss(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-def test_sqlite_in_wal_mode_commits_without_waiting_for_the_disk(database: str, alias: str) -> None:
-    """On a connection of the lock's own, since the caller's keeps its own setting."""
-    source = store_for(alias)._source
-    own = source.take(clock.now() + 10, critical=False)
-    with connections[alias].cursor() as callers:
-        callers.execute("PRAGMA synchronous")
-        assert (own.raw.execute("PRAGMA synchronous").fetchone()[0], callers.fetchone()[0]) == (1, 2)
-    source.give(own)
-
-
 def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     """A session that the server ended between two uses is not noticed by the caller."""
     lock = db_lock("k", using=alias)
@@ -251,25 +228,6 @@ def test_an_event_loop_is_not_blocked(database: str, alias: str) -> None:
     with pytest.raises(SynchronousOnlyOperation, match="async with") as caught:
         asyncio.run(main())
     assert isinstance(caught.value, dblock.SynchronousOnlyOperation)
-
-
-@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-def test_an_interrupt_leaves_a_joined_transaction_alone(
-    database: str, alias: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that was begun by hand, of which Django does not know."""
-    from dblock.core.lock.executor import BaseStore
-
-    def interrupted(*_: object) -> Any:
-        raise KeyboardInterrupt
-
-    with connections[alias].cursor() as cursor:
-        cursor.execute("BEGIN")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(BaseStore, "_perform", interrupted)
-            db_lock("k", using=alias).acquire()
-        assert connections[alias].connection.in_transaction
-        cursor.execute("ROLLBACK")
 
 
 def test_nobody_waits_inside_a_sqlite_transaction_that_has_read(

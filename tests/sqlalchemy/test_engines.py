@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import multiprocessing
-import os
 import re
 import sys
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -26,8 +21,7 @@ from sqlalchemy.exc import MissingGreenlet
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dblock.core import clock, runtime
-from dblock.core.errors import Loss, Reason
+from dblock.core import runtime
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup.registry import Wakeup
@@ -36,12 +30,10 @@ from sqlalchemy_dblock import (
     AsyncLock,
     InvalidKey,
     Lock,
-    LockLost,
     LockStoreError,
     LockTimeout,
     StoreUnreachable,
     UnsupportedDatabase,
-    attach,
     db_leader,
     db_lock,
     db_locks,
@@ -55,7 +47,6 @@ from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, timed, url
 from tests.support.lab import together, until
 from tests.support.servers import free_port
-from tests.support.subjects import Actor, Subject
 
 
 def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
@@ -176,27 +167,6 @@ def test_a_connection_is_no_engine() -> None:
     asyncio.run(main())
 
 
-def test_an_interruption_ends_no_connection_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are as good as before."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    store = store_for(engine)
-    pool: Any = store._source
-    for each in [pool.take(clock.now() + 5, critical=False) for _ in range(3)]:
-        pool.give(each)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_perform", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            db_lock(engine, "k").locked()
-    assert len(pool._idle) == 2
-    assert not db_lock(engine, "k").locked()
-    engine.dispose()
-
-
 def test_a_decorator_names_its_engine() -> None:
     """A bare one cannot know it; with it, the key may be left out."""
 
@@ -216,6 +186,8 @@ def test_a_decorator_names_its_engine() -> None:
 
     with pytest.raises(TypeError, match="async engine"):
         db_lock(engine)(coroutine)
+    with pytest.raises(TypeError, match="sync engine"):
+        db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
     engine.dispose()
 
 
@@ -254,22 +226,6 @@ def test_in_memory_the_lock_shares_the_callers_connection(pool: Any) -> None:
     engine.dispose()
 
 
-def test_in_memory_async() -> None:
-    """The same over aiosqlite, whose engine has one connection."""
-
-    async def main() -> None:
-        engine = create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)
-        async with engine.begin() as connection:
-            await connection.run_sync(metadata.create_all)
-        async with db_lock(engine, "k") as lock:
-            assert await lock.verify()
-            async with engine.connect() as connection:
-                assert (await connection.execute(text("SELECT count FROM locks"))).scalar() == 1
-        await engine.dispose()
-
-    asyncio.run(main())
-
-
 def test_a_used_up_pool_does_not_matter(database: str) -> None:
     """The lock's connections are not the caller's: it can be taken and given back while none is left."""
     engine = create_engine(url(database), pool_size=1, max_overflow=0, pool_timeout=0.1)
@@ -278,65 +234,15 @@ def test_a_used_up_pool_does_not_matter(database: str) -> None:
     engine.dispose()
 
 
-def test_a_handler_of_connections_that_is_registered_after_a_lock_was_made(database: str) -> None:
-    """It is called for the lock's connections too: a decorated function is often imported before."""
-    engine = create_engine(url(database))
-    seen: list[object] = []
-    lock = db_lock(engine, "k")
-    event.listen(engine, "connect", lambda *_: seen.append("connect"))
-    with lock:
-        assert seen
-    engine.dispose()
-
-
 def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None:
-    """With its events, such as the ones that add a fresh password or a PRAGMA."""
+    """With its events, also those that were registered after the lock was made: a password, a PRAGMA."""
     engine = create_engine(url(database))
-    seen: list[str] = []
+    lock, seen = db_lock(engine, "k"), list[str]()
     event.listen(engine, "do_connect", lambda *_: seen.append("do_connect"))
     event.listen(engine, "connect", lambda *_: seen.append("connect"))
-    with db_lock(engine, "k"):
+    with lock:
         assert {"do_connect", "connect"} <= set(seen)
     engine.dispose()
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_two_event_loops_begin_at_once(request: pytest.FixtureRequest, driver: str) -> None:
-    """With the first connections of an AsyncEngine, whose pool opens them under a lock of one of the loops."""
-    ready(request, "postgresql")
-    for _ in range(20):
-        # asyncpg cannot close a connection whose loop is closed.
-        options = {"poolclass": NullPool} if driver == "asyncpg" else {}
-        engine = create_async_engine(url("postgresql", driver), **options)
-
-        async def use(engine: Any = engine) -> None:
-            await asyncio.gather(*(db_lock(engine, f"k{n}", timeout=0).acquire() for n in range(4)))
-
-        assert together(*[lambda use=use: asyncio.run(use())] * 2) == []
-        asyncio.run(engine.dispose())
-
-
-def test_which_table_is_missing(tmp_path: Path) -> None:
-    """An installation from before there was a queue finds out when somebody waits."""
-    engine = create_engine(f"sqlite:///{tmp_path}/old.sqlite3")
-    metadata.create_all(engine)
-    with engine.begin() as connection:
-        connection.execute(text("DROP TABLE lock_waiters"))
-    holder = db_lock(engine, "k")
-    holder.acquire()
-    found = list[str]()
-
-    def wait() -> None:
-        with pytest.raises(LockStoreError) as caught:
-            db_lock(engine, "k", timeout=5).acquire()
-        found.append(str(caught.value))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join(10)
-    holder.release()
-    engine.dispose()
-    assert "`lock_waiters`" in found[0]
 
 
 @pytest.mark.direct
@@ -354,22 +260,6 @@ def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool:
     engine.dispose()
     assert until(lambda: run("postgresql", counted) == [(0,)])
     with db_lock(engine, "k"):  # and it can be used again
-        pass
-    engine.dispose()
-
-
-def test_a_connection_that_is_in_use_at_disposal(request: pytest.FixtureRequest) -> None:
-    """A statement that is under way, of a renewal for example, puts its connection back: it is closed then."""
-    ready(request, "postgresql")
-    engine = create_engine(url("postgresql"))
-    pool = store_for(engine)._source
-    before, during = (pool.take(clock.now() + 10, critical=False) for _ in range(2))
-    pool.give(before)
-    engine.dispose()
-    pool.give(during)
-    assert before.raw.closed
-    assert during.raw.closed
-    with db_lock(engine, "k"):  # and the engine can be used again
         pass
     engine.dispose()
 
@@ -404,44 +294,6 @@ def test_what_ends_after_the_disposal_keeps_no_connection(database: str) -> None
     asyncio.run(main())
 
 
-def test_the_row_of_a_place_that_was_served_is_deleted_after_the_disposal(database: str) -> None:
-    """By the next heartbeat, which keeps no connection either."""
-    engine, other = create_engine(url(database)), create_engine(url(database))
-    source: Any = store_for(engine)._source
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with db_lock(other, "k"):
-            held.set()
-            go.wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(20)
-    releasing = threading.Timer(0.3, go.set)
-    releasing.start()
-    with db_lock(engine, "k", timeout=20):
-        pass
-    engine.dispose()
-    assert until(lambda: run(database, "SELECT count(*) FROM lock_waiters") == [(0,)], 20)
-    assert not until(lambda: source._idle, 0.3)
-    for thread in (holder, releasing):
-        thread.join()
-    other.dispose()
-
-
-def test_many_threads_share_few_connections(request: pytest.FixtureRequest) -> None:
-    """As many as statements at once, and at most five are kept."""
-    ready(request, "postgresql")
-    engine = create_engine(url("postgresql"), connect_args={"application_name": "crowd"})
-    with ThreadPoolExecutor(20) as pool:
-        assert all(pool.map(lambda number: db_lock(engine, f"k{number}", timeout=50).acquire(), range(20)))
-    counted = "SELECT count(*) <= 5 FROM pg_stat_activity WHERE application_name LIKE '%crowd'"
-    assert until(lambda: run("postgresql", counted) == [(True,)], 20)
-    assert run("postgresql", "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(20,)]
-    engine.dispose()
-
-
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) -> None:
     """An engine that serves one loop after the other does not mix up their connections."""
@@ -458,29 +310,6 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
     assert fences == sorted(set(fences), key=lambda fence: fence or 0)
     gc.collect()
     asyncio.run(engine.dispose())
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_disposal_beside_an_event_loop_that_is_busy(request: pytest.FixtureRequest, driver: str) -> None:
-    """It ends that loop's connections too, and drops none that is open: psycopg warns of that."""
-    ready(request, "postgresql")
-    engine, actor = create_async_engine(url("postgresql", driver)), Actor(Subject("sqlalchemy", "async", "postgresql"))
-
-    def sessions() -> set[Any]:
-        return set(run("postgresql", "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"))
-
-    before, lock, go = sessions(), db_lock(engine, "k"), threading.Event()
-    actor.call(lock, "acquire")
-    actor.call(lock, "release")
-    mine = sessions() - before
-    assert mine
-    busy = actor.start(lambda: go.wait(20))
-    asyncio.run(engine.dispose())
-    gc.collect()
-    go.set()
-    assert busy.result(20)
-    assert until(lambda: not sessions() & mine, 20)
-    actor.close()
 
 
 @pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
@@ -612,85 +441,6 @@ def test_a_foreign_writer_on_sqlite_is_part_of_the_wait(tmp_path: Path) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
-@pytest.mark.parametrize("name", SERVERS)
-def test_any_isolation_level(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, level: str
-) -> None:
-    """A hundred clients take a missing row at once: one wins, nobody sees a deadlock or a serialization failure."""
-    ready(request, name)
-    timed(monkeypatch, single_try=30.0)  # a hundred connections are opened one after the other
-    if name == "postgresql":
-        args = {"options": f"-c default_transaction_isolation={level.lower().replace(' ', chr(92) + ' ')}"}
-    else:
-        args = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level}"}
-    engine = create_engine(url(name), connect_args=args)
-    start, counter = threading.Barrier(100), [0]
-
-    def attempt(key: str) -> bool:
-        start.wait()
-        return db_lock(engine, key).acquire(blocking=False)
-
-    def count(_: int) -> None:
-        for _ in range(10):
-            with db_lock(engine, "counter", timeout=60):
-                counter[0] += 1
-
-    for round_ in range(3):
-        with ThreadPoolExecutor(100) as pool:  # their flows end with the round
-            assert sorted(pool.map(attempt, [f"missing {round_}"] * 100)) == [False] * 99 + [True]
-    with ThreadPoolExecutor(5) as pool:
-        _ = list(pool.map(count, range(5)))
-    assert counter == [50]
-    engine.dispose()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # aiosqlite, cancelled while it connects
-def test_a_cancelled_acquire_leaves_nothing(database: str) -> None:
-    """At whatever moment it is cancelled: the key is free, or it is held and the caller knows."""
-    drivers = {"sqlite": ["aiosqlite"], "postgresql": ["psycopg", "asyncpg"]}
-    drivers |= {key: ["aiomysql", "asyncmy"] for key in INNODB}
-
-    async def main(driver: str) -> None:
-        engine = create_async_engine(url(database, driver))
-        lock = db_lock(engine, "k", timeout=0)
-        for number in range(60):
-            task = asyncio.create_task(lock.acquire())
-            for _ in range(number % 20):
-                await asyncio.sleep(0)
-            if number % 3 == 0:
-                await asyncio.sleep(number / 60_000)
-            task.cancel()
-            try:
-                acquired = await task
-            except asyncio.CancelledError:
-                acquired = False
-            info = await lock.inspect()
-            assert info is None or (info.state == "held") == acquired
-            if acquired:
-                run(database, "DELETE FROM locks")  # the task that held it is gone
-        async with lock:
-            pass
-        await engine.dispose()
-
-    for driver in drivers[database]:
-        asyncio.run(main(driver))
-    gc.collect()
-
-
-def test_wrong_use_of_decorators() -> None:
-    """A synchronous engine cannot guard a coroutine function, nor the other way round."""
-
-    async def coroutine() -> None: ...
-
-    def function() -> None: ...
-
-    with pytest.raises(TypeError, match="async engine"):
-        db_lock(create_engine("sqlite://"), "k")(coroutine)
-    with pytest.raises(TypeError, match="sync engine"):
-        db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
-
-
 def test_two_engines_of_one_database_are_rivals(database: str) -> None:
     """A hold is found by its engine; through another one the same thread waits like anybody."""
     one, two = create_engine(url(database)), create_engine(url(database))
@@ -733,29 +483,16 @@ def test_values_mean_the_same_in_every_session(database: str, init: str) -> None
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize(
-    "change",
-    [
-        "DEALLOCATE {take}",
-        "DEALLOCATE {release}",
-        'ALTER TABLE locks ALTER label TYPE varchar(300) COLLATE "C"',
-    ],
-)
-def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest, change: str) -> None:
-    """Somebody took one away from the session, or has changed the table meanwhile: another session is opened."""
+def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest) -> None:
+    """Somebody has changed the table meanwhile: another session is opened."""
     ready(request, "postgresql")
     engine = create_engine(url("postgresql"))
     lock = db_lock(engine, "k", timeout=2)
     for _ in range(2):
         with lock:
             assert lock.locked()
-    [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
-    cursor = connection.raw.cursor()
-    names = {
-        name.split("_")[1]: name for (name,) in cursor.execute("SELECT name FROM pg_prepared_statements").fetchall()
-    }
     try:
-        cursor.execute(change.format(**names))
+        run("postgresql", 'ALTER TABLE locks ALTER label TYPE varchar(300) COLLATE "C"')
         for _ in range(2):
             with lock:
                 assert lock.locked()
@@ -801,19 +538,6 @@ def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None
     engine.dispose()
 
 
-def test_an_extension_after_the_end_is_refused(database: str) -> None:
-    """By the database, even if the local clock would still allow it."""
-    engine = create_engine(url(database))
-    lock = db_lock(engine, "k")
-    lock.acquire()
-    run(database, "UPDATE locks SET expires_at = acquired_at")
-    with pytest.raises(LockLost):
-        lock.extend()
-    with pytest.raises(LockLost):
-        lock.release()
-    engine.dispose()
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest.FixtureRequest, driver: str) -> None:
@@ -851,40 +575,6 @@ def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest
     assert 0 < most <= 2 * (3 + 2) + 1  # for taking, for giving back, and one to listen with
 
 
-@pytest.mark.direct
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_flows_share_a_small_pool_fairly(request: pytest.FixtureRequest, driver: str) -> None:
-    """Each has had its turns when the first has all of its own: one that comes again stands behind those who wait."""
-    ready(request, "postgresql")
-    options = {"pool_size": 1, "max_overflow": 0}
-    flows, most, done = 20, 30, [0] * 20
-
-    def in_threads() -> None:
-        engine = create_engine(url("postgresql", driver), **options)
-
-        def work(number: int) -> None:
-            while max(done) < most:
-                with db_lock(engine, f"k{number}"):
-                    done[number] += 1
-
-        assert together(*(partial(work, number) for number in range(flows))) == []
-        engine.dispose()
-
-    async def in_tasks() -> None:
-        engine = create_async_engine(url("postgresql", driver), **options)
-
-        async def work(number: int) -> None:
-            while max(done) < most:
-                async with db_lock(engine, f"k{number}"):
-                    done[number] += 1
-
-        await asyncio.gather(*(work(number) for number in range(flows)))
-        await engine.dispose()
-
-    asyncio.run(in_tasks()) if driver == "asyncpg" else in_threads()
-    assert min(done) > most / 5, done  # threads also wait for the interpreter; where nobody queued, some had one turn
-
-
 def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is not there: each try ends with its error, whatever refers to the errors meanwhile."""
     timed(monkeypatch, single_try=0.25)  # nobody listens there
@@ -897,53 +587,6 @@ def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -
     pool = store_for(engine)._source
     assert isinstance(pool, EnginePool)
     assert not any(slots.lent for slots in pool._slots)
-
-
-_both: list[Barrier] = []
-
-
-def _meet_at(both: Barrier) -> None:
-    _both.append(both)
-
-
-def _attach(database: str, token: str) -> tuple[str, int]:
-    """In a process of its own: use the token when the other one does. Who has the hold keeps it until both have tried.
-
-    Each has a connection by then.
-    """
-    engine, lock = create_engine(url(database)), None
-    with db_lock(engine, f"warm {os.getpid()}"):
-        pass
-    [both] = _both
-    both.wait(30)
-    try:
-        lock = attach(engine, token)
-    except LockLost as error:
-        return str(error.reason), 0
-    finally:
-        both.wait(30)
-    _ = lock.verify()
-    found = "held", lock.fence
-    lock.release()
-    return found
-
-
-@pytest.mark.parametrize("database", ["sqlite", *SERVERS])
-def test_two_processes_with_one_token(request: pytest.FixtureRequest, database: str) -> None:
-    """Exactly one of them gets the hold."""
-    ready(request, database)
-    engine = create_engine(url(database))
-    spawn = multiprocessing.get_context("spawn")
-    both = spawn.Barrier(2)
-    with ProcessPoolExecutor(2, mp_context=spawn, initializer=_meet_at, initargs=(both,)) as processes:
-        for _ in range(4):
-            with db_lock(engine, "k", ttl=30) as lock:
-                fence, token = lock.fence, lock.detach()
-            found = list(processes.map(_attach, [database] * 2, [token] * 2))
-            assert {*found} == {("held", fence), (str(Reason.USED), 0)}
-    with db_lock(engine, "k", timeout=0):
-        pass
-    engine.dispose()
 
 
 @pytest.mark.parametrize("kind", ["db_locks", "permits"])
@@ -969,65 +612,4 @@ def test_a_database_that_is_away_is_not_asked_for_each_of_several(
     assert len(asked) == 1
     assert ["is left to its lease" in note for note in caught.value.__notes__] == [True, True]
     assert not any(hold.store is store for hold in runtime.current.watchdog._holds)
-    engine.dispose()
-
-
-def test_a_lock_that_the_database_refuses_to_release_keeps_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It answers, so it is not away."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    held = db_locks(engine, "a", "b", "c")
-    assert held.acquire()
-    store = store_for(engine)
-    execute = store.execute
-
-    def refused(step: Execute) -> Rows:
-        if step.parameters.get("key") == "c":  # the first that is left
-            raise LockStoreError("a trigger says no")
-        return execute(step)
-
-    monkeypatch.setattr(store, "execute", refused)
-    with pytest.raises(LockStoreError, match="a trigger says no"):
-        held.release()
-    monkeypatch.undo()
-    assert [db_lock(engine, key).locked() for key in "abc"] == [False, False, True]
-    engine.dispose()
-
-
-@pytest.mark.parametrize("when", ["taken", "lost"])
-def test_a_database_that_has_failed_is_asked_no_more(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For locks that were taken before it failed, and for those of which it cannot say why they are lost."""
-    timed(monkeypatch, retry_budget=0.05)
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    held = db_locks(engine, "a", "b", "c", timeout=0.2)
-    store, asked = store_for(engine), set[object]()
-    execute = store.execute
-
-    def away(step: Execute) -> Rows:
-        key = step.parameters.get("key")
-        if when == "taken" and key != "c":
-            return execute(step)
-        asked.add(key)
-        monkeypatch.setattr(store, "execute", gone)
-        return gone(step)
-
-    def gone(step: Execute) -> Rows:
-        asked.add(step.parameters.get("key"))
-        raise StoreUnreachable("nothing listens")
-
-    if when == "lost":
-        assert held.acquire()
-        for lock in held:
-            hold = lock._hold()
-            assert hold.lease.lose(Loss(Reason.EXPIRED))
-            hold.lease.grace = 1.0  # so that it is not released
-    monkeypatch.setattr(store, "execute", away)
-    with pytest.raises(StoreUnreachable if when == "taken" else LockLost):
-        held.acquire() if when == "taken" else held.release()
-    assert asked == {"c"}
     engine.dispose()

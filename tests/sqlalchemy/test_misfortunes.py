@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
@@ -24,8 +24,8 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
-from sqlalchemy_dblock.store import EngineStore, store_for
-from tests.conftest import INNODB, ready, run, timed, url
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import ready, run, url
 from tests.support.lab import together, until
 
 
@@ -91,39 +91,6 @@ def test_a_shorter_lease_lowers_trust_before_it_is_sent(engine: Engine, trap: Ca
     lock.release()
 
 
-@pytest.mark.parametrize("instead", [False, True])
-def test_an_interrupted_re_entry_leaves_one_entry(engine: Engine, trap: Callable[..., None], instead: bool) -> None:
-    """In the flow, whether or not it took effect; what it has left in the row is only shown until the next one."""
-    lock = db_lock(engine, "k")
-    lock.acquire()
-    trap("set_count", interrupt, instead=instead)
-    with pytest.raises(KeyboardInterrupt):
-        lock.acquire()
-    assert (lock.count, row(engine)) == (1, (lock.owner, 1 if instead else 2))
-    with lock:
-        assert row(engine) == (lock.owner, 2)
-    assert row(engine) == (lock.owner, 1)
-    lock.release()
-    assert row(engine) == (None, 0)
-
-
-def test_a_failed_inner_release_does_not_keep_the_key(
-    engine: Engine, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The outer release frees it, whatever count the row has kept."""
-    lock = db_lock(engine, "k")
-    lock.acquire()
-    lock.acquire()
-    timed(monkeypatch, retry_budget=0.05)
-    trap("set_count", cut, instead=True, times=20)
-    with pytest.raises(LockStoreError):
-        lock.release()
-    trap.clear()  # type: ignore[attr-defined]
-    assert row(engine) == (lock.owner, 2)
-    lock.release()
-    assert row(engine) == (None, 0)
-
-
 def test_a_late_re_entry_is_none(engine: Engine, trap: Callable[..., None]) -> None:
     """Its answer came when the lease had ended: the inner block runs under a new tenure, or not at all."""
     lock = db_lock(engine, "k", ttl=0.3, renew=False)
@@ -149,16 +116,6 @@ def test_an_interrupted_take_of_a_key_held_through_another_engine(engine: Engine
             db_lock(engine, "k").acquire(blocking=False)
         assert outer.verify()
     twin.dispose()
-
-
-def test_an_interrupted_release_is_sent_again(engine: Engine, trap: Callable[..., None]) -> None:
-    """The key is free, and the interrupt goes on its way."""
-    lock = db_lock(engine, "k")
-    lock.acquire()
-    trap("release", interrupt, instead=True)
-    with pytest.raises(KeyboardInterrupt):
-        lock.release()
-    assert row(engine) == (None, 0)
 
 
 def test_an_interrupted_release_that_cannot_be_sent_again(engine: Engine, trap: Callable[..., None]) -> None:
@@ -253,15 +210,6 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
     assert store() is None
 
 
-@pytest.mark.parametrize("database", INNODB, indirect=True)
-def test_a_character_set_that_lacks_the_key(database: str) -> None:
-    """It is the application's own: the lock's connections have UTF-8."""
-    engine = create_engine(make_url(url(database)).update_query_dict({"charset": "latin1"}))
-    with db_lock(engine, "🔒"):
-        assert run(database, "SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("🔒",)]
-    engine.dispose()
-
-
 @pytest.mark.direct
 def test_a_character_set_that_lacks_the_key_behind_a_pooler(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -310,23 +258,6 @@ def test_behind_a_pooler_nothing_is_prepared(
     engine.dispose()
 
 
-def test_a_listener_may_leave_a_transaction_open(database: str) -> None:
-    """The engine works with it, and so does the lock."""
-    from sqlalchemy import event
-
-    engine = create_engine(url(database))
-
-    def ask(connection: Any, _: Any) -> None:
-        cursor = connection.cursor()
-        cursor.execute("SELECT 1")
-        cursor.close()
-
-    event.listen(engine, "connect", ask)
-    with db_lock(engine, "k"):
-        pass
-    engine.dispose()
-
-
 @pytest.mark.direct
 def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) -> None:
     """What a statement chooses for itself ends with it."""
@@ -340,42 +271,6 @@ def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) 
         cursor.execute("SHOW synchronous_commit")
         assert cursor.fetchone() == (setting,)
         engine.dispose()
-
-
-def test_an_outage_at_the_start_is_part_of_the_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first statements fail for longer than the usual patience, the timeout is longer still."""
-    store: EngineStore = store_for(engine)
-    execute, failures = store.execute, [0]
-
-    def flaky(step: Execute) -> Rows:
-        failures[0] += 1
-        if failures[0] < 12:
-            raise StoreUnanswered("down")
-        return execute(step)
-
-    monkeypatch.setattr(store, "execute", flaky)
-    with db_lock(engine, "k", timeout=30):
-        pass
-    failures[0] = -(10**6)
-    timed(monkeypatch, single_try=0.25)
-    with pytest.raises(LockStoreError):
-        db_lock(engine, "k").acquire(blocking=False)
-
-
-def test_waiters_of_one_loop_do_not_block_it(database: str) -> None:
-    """While tasks wait for a held key, the loop runs and they hold no connection."""
-    from sqlalchemy.ext.asyncio import create_async_engine
-
-    driver = {"sqlite": "aiosqlite", "postgresql": "asyncpg", **dict.fromkeys(INNODB, "aiomysql")}[database]
-
-    async def main() -> None:
-        engine = create_async_engine(url(database, driver))
-        async with db_lock(engine, "k"):
-            waiters = [asyncio.create_task(db_lock(engine, "k").acquire(timeout=0.5)) for _ in range(20)]
-            assert await asyncio.gather(*waiters) == [False] * 20
-        await engine.dispose()
-
-    asyncio.run(main())
 
 
 def test_fences_increase_within_a_tick_of_the_clock(engine: Engine) -> None:
@@ -410,16 +305,6 @@ def test_an_attachment_answered_too_late(engine: Engine, trap: Callable[..., Non
     with db_lock(engine, "k"):
         assert lock.state == "held"
     assert lock.state is None
-
-
-def test_each_with_leaves_what_it_entered(engine: Engine) -> None:
-    """An outer one whose hold was handed over releases nothing; an inner one that took it over does."""
-    with db_lock(engine, "k") as lock:
-        with attach(engine, lock.detach()) as same:
-            assert (same.count, lock.state) == (1, "held")
-        assert not lock.locked()
-    assert lock.acquire(blocking=False)
-    lock.release()
 
 
 @pytest.mark.parametrize("begins", [False, True])

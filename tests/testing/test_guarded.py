@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
-from django.test import TestCase
+from django.db import connections
 from sqlalchemy import create_engine, text
 
 import dblock
@@ -87,38 +85,3 @@ def test_a_lock_that_is_taken_away(database: str, block: Callable[..., None], mo
         block(database, body, taken)
     assert run(database, "SELECT count(*) FROM guarded") == [(0 if moment == "before the guard" else 1,)]
     block(database, lambda: None, lambda _: None)
-
-
-def test_a_lock_that_is_taken_away_inside_a_testcase(database: str) -> None:
-    """Likewise, of what the test's own transaction sees."""
-    alias = alias_of(database)
-
-    class Case(TestCase):
-        databases = {alias}  # noqa: RUF012
-
-        def test(self) -> None:
-            for moment in MOMENTS:
-                with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-                    cursor.execute("DELETE FROM guarded")
-
-                def taken(lock: Any, moment: str = moment) -> None:
-                    if moment != "in the body":
-                        taken_before(lock, "guard" if moment == "before the guard" else "__exit__")
-
-                def body(moment: str = moment) -> None:
-                    if moment == "in the body":
-                        testing.take_away("k")
-
-                expected = pytest.raises(LockLost) if moment == "before the guard" else contextlib.nullcontext()
-                with expected:
-                    in_django(database, body, taken)
-                with connections[alias].cursor() as cursor:
-                    cursor.execute("SELECT count(*) FROM guarded")
-                    assert cursor.fetchone() == (0 if moment == "before the guard" else 1,)
-
-    result = unittest.TestResult()
-    unittest.TestSuite([Case("test")]).run(result)
-    assert not result.errors, result.errors[0][1]
-    assert not result.failures, result.failures[0][1]
-    assert result.testsRun == 1
-    assert run(database, "SELECT count(*) FROM guarded") == [(0,)]

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
+from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
@@ -109,15 +109,6 @@ def test_both_faces_share_one_memory(locks: testing.Memory, engine: Engine) -> N
         thread = Thread(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
         with pytest.raises(LockTimeout):
             thread.result()
-
-
-def test_an_engine_of_these_times(locks: testing.Memory) -> None:
-    """A pool that is made meanwhile is the real process's: afterwards its idle connections are closed by it."""
-    outer = runtime.current.outer  # type: ignore[attr-defined]
-    made = create_engine("sqlite:////nonexistent/another")
-    lock = sqlalchemy_dblock.db_lock(made, "k")
-    assert set(outer.pools()) >= {lock._place._store._source}
-    assert not runtime.current.pools()
 
 
 def test_on_an_event_loop(locks: testing.Memory) -> None:
@@ -256,8 +247,8 @@ def test_a_busy_key_is_a_timeout_at_once(locks: testing.Memory, db_lock: Make) -
     hold(db_lock("k", timeout=0))
 
 
-@pytest.mark.parametrize("timeout", [0.001, 0.005, 0.0051, 0.1, 0.5, 1, 2, 9, 10, 10.001, 11, 12.5, 15, 3600])
-@pytest.mark.parametrize("begun", [0.0, 1 / 3, 1e3 / 7])
+@pytest.mark.parametrize("timeout", [0.001, 0.0051, 0.5, 2, 10.001, 12.5, 3600])
+@pytest.mark.parametrize("begun", [0.0, 1e3 / 7])
 def test_the_time_is_up_by_any_clock(locks: testing.Memory, db_lock: Make, begun: float, timeout: float) -> None:
     """A pause that is shorter than the clock resolves is none."""
     locks.clock.advance(begun)
@@ -375,24 +366,6 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
         assert lock.verify()
 
 
-def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
-    """Two threads that wait for each other's keys find out at once; one of them goes on."""
-    both = threading.Barrier(2)
-
-    def work(first: str, second: str) -> str:
-        try:
-            with db_lock(first, timeout=60):
-                both.wait()
-                with db_lock(second, timeout=60):
-                    return "done"
-        except LockDeadlock:
-            return "deadlock"
-
-    with at_once():
-        threads = [Thread(lambda: work("a", "b")), Thread(lambda: work("b", "a"))]
-        assert sorted(thread.result() for thread in threads) == ["deadlock", "done"]
-
-
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
     """Its lease ends; a flow that waits for that does so in vain, and at once."""
     Thread(db_lock("k", ttl=30).acquire).result()
@@ -422,26 +395,6 @@ def test_a_task_waits_for_the_thread_that_runs_it(locks: testing.Memory) -> None
 
     with dblock.db_lock("k", using="postgresql"), at_once():
         asyncio.run(wait())
-
-
-def test_first_come_first_served(locks: testing.Memory, db_lock: Make) -> None:
-    """As by the database."""
-    order: list[int] = []
-
-    def work(number: int) -> None:
-        with db_lock("k", timeout=60):
-            order.append(number)
-
-    with db_lock("k") as lock:
-        threads = []
-        for number in range(4):
-            threads.append(Thread(lambda number=number: work(number)))  # type: ignore[misc]
-            while len(runtime.current.wakeups._registered) <= number:
-                time.sleep(0.001)
-        assert lock.state == "held"
-    for thread in threads:
-        thread.result()
-    assert order == [0, 1, 2, 3]
 
 
 # -- transactions

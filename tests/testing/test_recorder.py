@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
 from sqlalchemy import StaticPool, create_engine
 
 import sqlalchemy_dblock
@@ -17,7 +16,6 @@ from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
-from tests.contract.test_semaphore import semaphore
 from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews, until
 from tests.support.subjects import Actor, Subject
 
@@ -79,28 +77,6 @@ def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
         other.call(lock, "release")
     assert [attempt.outcome for attempt in locks.history] == ["busy", "busy", "released"]
     assert subject.row("k")["owner"] is None
-
-
-def test_a_busy_semaphore(subject: Subject, actor: Actor, other: Actor) -> None:
-    """All its permits are in use until the block ends; then one that waits gets its own."""
-    sem = semaphore(subject, 2, timeout=20)
-    with Stranger(actor, testing.busy(sem, label="import")):
-        assert other.call(sem, "acquire", blocking=False) is False
-        assert [info.label for info in other.call(sem, "holders")] == ["import", "import"]
-        waiting = other.begin(sem, "acquire")
-        time.sleep(0.1)
-        assert not waiting.done()
-    assert waiting.result(20) is True
-    other.call(sem, "release")
-
-
-def test_a_stranger_who_died(subject: Subject, actor: Actor) -> None:
-    """`ttl`: the key is free when that is over, and the end of the block leaves the next holder alone."""
-    lock = subject.lock("k", timeout=20)
-    with Stranger(actor, testing.busy("k", bind(subject), ttl=0.2)):
-        assert actor.call(lock, "acquire")
-    assert actor.call(lock, "verify")
-    actor.call(lock, "release")
 
 
 def test_taken_away(subject: Subject, actor: Actor, other: Actor) -> None:
@@ -192,24 +168,6 @@ def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
         subject.run("ALTER TABLE elsewhere RENAME TO locks")
     [attempt] = locks.history
     assert (attempt.outcome, attempt.error) == ("failed", caught.value)
-
-
-def test_a_key_that_is_busy_inside_a_transaction(subject: Subject, actor: Actor, other: Actor) -> None:
-    """It is busy there too: waiting inside the transaction would keep its holder from going on."""
-    if (subject.variant, subject.database, subject.face) != ("django", "sqlite", "sync"):
-        pytest.skip("SQLite has one writer, and Django an open transaction that it can see")
-
-    def wait() -> None:
-        with transaction.atomic(using=ALIASES["sqlite"]), pytest.raises(LockTimeout, match="inside a transaction"):
-            with connections[ALIASES["sqlite"]].cursor() as cursor:
-                cursor.execute("DELETE FROM locks WHERE lock_key = 'nobody'")
-            with subject.lock("k", timeout=5):
-                pass
-
-    with testing.record(bind(subject)) as locks:
-        with Stranger(other, locks.busy("k")):
-            actor.do(wait)
-        assert [(each.outcome, each.error) for each in locks.history] == [("busy", None)]
 
 
 def test_in_one_in_another(sqlite: object) -> None:

@@ -259,8 +259,9 @@ PYTEST = (
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
-@pytest.mark.parametrize("runner", ["django", "pytest"])
+@pytest.mark.parametrize(
+    ("database", "runner"), [("sqlite", "django"), ("postgresql", "pytest")], indirect=["database"]
+)
 def test_a_site(database: str, runner: str, tmp_path: Path) -> None:
     """Django's: on SQLite in memory, and on a server."""
     name = ":memory:" if database == "sqlite" else f"test_kit_{os.environ['DBLOCK_TEST_WORKER']}"
@@ -283,14 +284,14 @@ def test_a_service(tmp_path: Path) -> None:
     assert "4 passed" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(("name", "passed"), [("testing-pytest", 4), ("testing-unittest", 2)])
-def test_the_pages_examples(name: str, passed: int, tmp_path: Path) -> None:
+def test_the_pages_examples(tmp_path: Path) -> None:
     """Those of docs/testing.md."""
     (tmp_path / "site_settings.py").write_text(SETTINGS.format(alias="default", name=":memory:"))
-    (tmp_path / "test_page.py").write_text(block("docs/testing.md", name))
+    for name in ("pytest", "unittest"):
+        (tmp_path / f"test_{name}.py").write_text(block("docs/testing.md", f"testing-{name}"))
     done = suite(tmp_path, *PYTEST, DJANGO_SETTINGS_MODULE="site_settings")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{passed} passed" in done.stdout, done.stdout
+    assert "6 passed" in done.stdout, done.stdout
 
 
 def test_the_plugin_is_cheap(tmp_path: Path) -> None:
