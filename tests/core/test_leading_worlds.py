@@ -172,7 +172,7 @@ class Actor:
 class Threadless(Keeper):
     """Renews nothing: the world does."""
 
-    def ensure(self) -> None:
+    def ensure(self) -> Any:
         """Start no thread."""
 
 

@@ -29,8 +29,9 @@ from dblock.core.values import Grant, LockInfo
 
 def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
     """A grant, or why the key could not be acquired in time. Outages of the database are part of the wait."""
-    site, key, found = attempt.site, attempt.request.key, None
-    database, deadline = site.database, attempt.deadline
+    site, key, deadline = attempt.site, attempt.request.key, attempt.deadline
+    database = site.database
+    found: Grant | Refused | None = None
     try:
         try:
             yield from await_first_answer(attempt)

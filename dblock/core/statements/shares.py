@@ -29,7 +29,7 @@ from dblock.core.statements.vocabulary import Vocabulary
 
 def shares(words: Vocabulary, **own: Any) -> Shares:
     """The statements on shares: the common ones in the vocabulary of a database, and its `own`."""
-    common = {"leave_read": delete_share(words), "leave_slot": release(words)}
+    common: dict[str, Any] = {"leave_read": delete_share(words), "leave_slot": release(words)}
     return Shares(
         take_slot=take_slot(words),
         alone=alone(words),
