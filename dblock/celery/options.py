@@ -19,7 +19,6 @@ from kombu.utils.json import dumps
 from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
-from dblock.core.lock.locks import refuse_interrupt
 from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
@@ -196,7 +195,7 @@ def spec_for(
     if ttl is not None:
         lease["ttl"] = valid_ttl(ttl)
     if interrupt:
-        refuse_interrupt()
+        raise TypeError("interrupt=True is for `async with`: it cancels a task of asyncio, and Celery's are none")
     for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
         if chosen not in values:
             raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
+from dblock.core.lock import entering
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB
 from tests.support.lab import PROTOCOL
@@ -520,3 +521,18 @@ def test_a_missing_index_is_named(subject: Subject, actor: Actor) -> None:
 def _moment(value: Any) -> datetime:
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def test_an_interrupt_between_the_grant_and_the_hold_leaves_the_key_free(
+    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler raises when the database has answered, and the flow does not know yet that it holds the key."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entering, "begin_hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            actor.call(protocol.lock("k", ttl=60), "acquire")
+    assert protocol.row("k")["owner"] is None
