@@ -130,8 +130,8 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the key went on inside the process, and not whom the first of them saw."""
-    # The first is granted the key by the database.
-    timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0)
+    # The first is granted the key by the database. No listener: it would listen for a minute, beside later tests.
+    timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0, listen_after=60.0)
     holder, next_, late = (either.lock("k", label=label, timeout=1.4) for label in ("first", "second", "third"))
     actor.call(holder, "acquire")
     second = other.begin(next_, "acquire")
