@@ -50,7 +50,7 @@ def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
             attempt.leave(found if isinstance(found, Grant) else None)
         except LockStoreError as error:
             yield from attempt.clean_up(behind=True)
-            slow = attempt.timeout and not attempt.broken and database.now() >= deadline and database.only_late(error)
+            slow = not attempt.broken and database.now() >= deadline and database.only_late(error)
             if not (slow or isinstance(error, StoreBusy)):
                 raise
             found = Refused(busy=error)

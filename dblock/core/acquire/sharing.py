@@ -108,7 +108,7 @@ class Sharing:
         except StoreBusy as busy:
             return Refused(busy=busy)
         except LockStoreError as late:
-            if self.attempt.timeout and self.database.now() >= self.deadline and self.database.only_late(late):
+            if self.database.now() >= self.deadline and self.database.only_late(late):
                 return Refused(busy=late)
             raise
 
