@@ -53,9 +53,11 @@ class LockOptions(OfLease, total=False):
         renews it until a worker runs the task. Too short, and a second message may be sent before the first one ran
         (which then takes the key anew, or acts as `on_busy` says); too long, and the key stays taken for so long when
         a broker loses the message.
+    interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft time
+        limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
     permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
 
-    The others are those of `db_lock`; `interrupt=True` is refused, as it cancels tasks of asyncio.
+    The others are those of `db_lock`.
     """
 
     key: str | MakeKey
@@ -124,6 +126,7 @@ class Spec:
     options: dict[str, Any]
     """Those of `db_lock`, but `timeout` and `label`."""
     label: str
+    interrupt: bool
     engine: Any
     scope: Scope
     on_busy: OnBusy
@@ -191,11 +194,9 @@ def spec_for(
     **lease: Any,
 ) -> Spec:
     """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
-    _ = valid_options(label=label, **lease)
+    _ = valid_options(label=label, interrupt=interrupt, **lease)
     if ttl is not None:
         lease["ttl"] = valid_ttl(ttl)
-    if interrupt:
-        raise TypeError("interrupt=True is for `async with`: it cancels a task of asyncio, and Celery's are none")
     for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
         if chosen not in values:
             raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")
@@ -219,6 +220,7 @@ def spec_for(
         make_key=_key_maker(key, function, bind),
         options=lease,
         label=label,
+        interrupt=interrupt,
         engine=valid_engine(engine),
         scope=scope,
         on_busy=on_busy,

@@ -21,12 +21,16 @@ back is sent before its run ends; where the broker does not take it, the run wai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import suppress
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
+from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
 from celery import Task, signals
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dblock.celery.options import Spec
+    from dblock.core.holding.flow import Hold
     from dblock.core.lock.locks import SyncLock
 
 P = ParamSpec("P")
@@ -225,7 +230,8 @@ def _under(run: Run, lock: SyncLock, body: Body) -> tuple[Busy | None, Any]:
             run.carried = lock if run.task.spec.scope == "queue" else None
             try:
                 _ = _current.set(lock)
-                return None, body()
+                with _interrupting(lock, run.task.spec.interrupt):
+                    return None, body()
             except (Retry, Reject) as error:
                 ended = error
                 raise
@@ -298,6 +304,33 @@ def _send_back(run: Run, busy: Busy) -> float:
         warn("the broker does not take task %s[%s] back, waiting here: %r", task.name, request.id, error)
         return seconds
     raise Retry(exc=busy, when=seconds, is_eager=False, sig=message)
+
+
+@contextmanager
+def _interrupting(lock: Any, wanted: bool) -> Iterator[None]:
+    """End the body when its lock is lost, in the way of a soft time limit: in the main thread of a prefork child.
+
+    What the body raises then becomes LockLost where it leaves the lock. The COMMIT of a guarded block on that lock is
+    not interrupted; the end of that block is.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if not (wanted and here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler):
+        yield
+        return
+    mutex, wanting = threading.RLock(), [True]  # a signal handler may find the lock lost
+
+    def interrupt(hold: Hold) -> None:  # called by the watching thread: it waits for nothing
+        with mutex:
+            if wanting and not hold.committing:
+                wanting.clear()
+                os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
+
+    lock._interrupt_body = interrupt
+    try:
+        yield
+    finally:
+        with mutex:  # a signal that was sent before is delivered before this ends
+            wanting.clear()
 
 
 def _drop(task: Any, request: Any) -> None:

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ from sqlalchemy.engine import Engine
 
 from dblock.celery import current_lock, locked_task
 from dblock.core.errors import LockLost
-from sqlalchemy_dblock import LockTimeout
+from sqlalchemy_dblock import LockTimeout, db_lock
 
 RUNS = Table(
     "celery_runs",
@@ -135,6 +136,23 @@ def hard(self: Any, resource: str) -> str:
     """Takes too long, and hears of nothing."""
     with record(resource, self.request.id):
         time.sleep(20)
+    return "done"
+
+
+@locked("lost {resource}", ttl=3, interrupt=True)
+def interrupted(self: Any, resource: str) -> str:
+    """Is told that its lock is lost, in mid-sleep, while the callback of another lock hangs."""
+    hangs = threading.Event()
+
+    def hang(_: object, __: object) -> None:
+        hangs.set()
+        time.sleep(60)
+
+    db_lock(engine(), "other", ttl=0.1, renew=False, on_lost=hang).acquire()
+    assert hangs.wait(10)
+    with record(resource, self.request.id):
+        for _ in range(200):
+            time.sleep(0.1)
     return "done"
 
 

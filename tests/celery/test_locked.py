@@ -89,13 +89,15 @@ def test_time_limits_free_the_key(celery: Celery, name: str, error: type[Excepti
     wait_until(lambda: not run("postgresql", alive), LEASE + 10)
 
 
-def test_a_lock_that_is_lost_fails_the_task(celery: Celery) -> None:
-    """Whatever it returns, and whether it catches what `check()` raises."""
-    result = locked.heedless.delay("r")
+@pytest.mark.parametrize("name", ["interrupted", "heedless"])
+def test_a_lock_that_is_lost_fails_the_task(celery: Celery, name: str) -> None:
+    """In mid-sleep; or at its end, whatever it returns, and whether it catches what `check()` raises."""
+    result = getattr(locked, name).delay("r")
     wait_until(lambda: len(runs()) == 1)
     assert run("postgresql", "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = 'lost r' RETURNING 1")
     with pytest.raises(LockLost):
         result.get(timeout=10)
+    assert locked.plain.delay(1).get(timeout=20) == 2  # the process goes on
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting", "running"])

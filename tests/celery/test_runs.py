@@ -290,7 +290,7 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
         ({"otherwise": 0}, "no option 'otherwise'"),
         ({"grace": -1}, "grace"),
         ({"reentrant": 1}, "reentrant is True or False"),
-        ({"interrupt": True}, "is for `async with`"),
+        ({"interrupt": 1}, "interrupt is True or False"),
         ({"permits": 0}, "permits is 1 to"),
         ({"permits": "3"}, "permits is a number"),
         ({"permits": 3, "scope": "queue"}, "permits is for scope='run'"),

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import signal
 import sys
 import unittest
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -17,6 +18,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
+from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
@@ -29,6 +32,7 @@ from sqlalchemy.util import await_only
 
 import dblock
 import sqlalchemy_dblock
+from dblock.celery.task import _interrupting
 from dblock.core import runtime
 from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
 from dblock.core.lock import bookkeeping, guarded
@@ -1139,6 +1143,38 @@ def test_a_loss_in_the_commit_interrupts_the_body_around_it(database: str, clien
     with pytest.raises(LockLost):
         on_loop(main())
     assert told == ["committed"]
+    assert notes(database) == 1
+
+
+@pytest.mark.parametrize("kind", ["django", "engine"])
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_a_loss_in_the_commit_of_a_task(database: str, client: Callable[..., Client], kind: str) -> None:
+    """The end of the block interrupts the body of a Celery task, its COMMIT does not."""
+    holder = client(kind)
+    lock, told = holder.lock(ttl=30), list[str]()
+
+    def lose(*_: object) -> None:
+        [hold] = lock._holds()
+        hold.lease.trusted_until = 0.0
+        assert hold.lease.lose()
+        runtime.current.watchdog.announce(hold)
+        told.append("lost")
+
+    former = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
+    try:
+        with pytest.raises(LockLost) as caught, lock, _interrupting(lock, True):
+            with holder.guarded(lock) as given:
+                write(Django(holder.alias) if holder.django else given)
+                if holder.django:
+                    before(connections[holder.alias], "commit", lose)
+                else:
+                    event.listen(given, "commit", lose)
+            pytest.fail("unreachable")
+    finally:
+        signal.signal(SIG_SOFT_TIMEOUT, former)
+        vars(connections[holder.alias]).pop("commit", None)
+    assert isinstance(caught.value.__context__, SoftTimeLimitExceeded)
+    assert told == ["lost"]
     assert notes(database) == 1
 
 
