@@ -49,7 +49,7 @@ def test_a_holder_elsewhere_is_as_it_was_seen(
     """Of another process, or through another engine or alias: named, with when that was; no statement more is sent."""
     holder = twin(either).lock("k", label="import")
     assert actor.call(holder, "acquire")
-    assert not other.call(either.lock("k", timeout=1.2, slow_wait=0.4), "acquire")
+    assert not other.call(either.lock("k", timeout=0.6, slow_wait=0.05), "acquire")
     [line] = lines(caplog)
     assert 'held it as "import", for ' in line
     assert "when seen" in line
