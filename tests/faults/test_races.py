@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -39,13 +37,6 @@ def kept() -> list[str]:
 def idle() -> bool:
     """No thread of ours is left."""
     return not threads()
-
-
-def where_they_are() -> str:
-    """What the threads of ours that are left do at this moment."""
-    frames = sys._current_frames()
-    stacks = [(each, frames.get(each.ident or 0)) for each in threads()]
-    return "\n".join(f"{each}\n{''.join(traceback.format_stack(frame))}" for each, frame in stacks if frame)
 
 
 def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
@@ -109,7 +100,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         assert subject.row(key) == row
     assert alive(subject) == 0
     assert kept() == []
-    assert until(idle, 20), where_they_are()
+    assert until(idle, 20), threads()
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
@@ -158,7 +149,7 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
     asyncio.run(main())
     assert alive(subject) == 0
     assert kept() == []
-    assert until(idle, 20), where_they_are()
+    assert until(idle, 20), threads()
 
 
 def test_a_watchdog_that_could_not_start_starts_later(

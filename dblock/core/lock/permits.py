@@ -54,6 +54,8 @@ class IsPermit(BaseLock):
     _taken_by: Callable[[], Flow | None] | None = None
     """A reference to the flow that took it last, or takes it now."""
     _is_being_taken = False
+    _of_block = False
+    """Whether the semaphore acquired it for a `with` of its own."""
 
     @property
     def slot(self) -> int | Any:
@@ -179,12 +181,12 @@ class BaseSemaphore(Operations):
 
     # -- the permits of this object
 
-    def _add(self, permits: list[Any]) -> None:
-        """Own permits from now on; those that are gone are forgotten."""
+    def _add(self, permits: list[Any], *, block: bool) -> None:
+        """Own permits from now on; those that are gone are forgotten. `block`: they are of a `with`."""
         for gone in [each for each in self._held[:] if not each._open_blocks() and each._hold_here() is None]:
             _ = self._drop(gone)
         for permit in permits:
-            permit._taken_by = current_flow().ref
+            permit._taken_by, permit._of_block = current_flow().ref, block
         self._held += permits
 
     def _drop(self, permit: Any) -> bool:
@@ -198,7 +200,7 @@ class BaseSemaphore(Operations):
     def _chosen(self, n: int) -> list[Any]:
         """The permits that are to be released, last first; those of this flow before others."""
         flow, chosen = current_flow().ref, list[Any]()
-        mine = [each for each in self.held if not each._blocks]
+        mine = [each for each in self.held if not each._of_block]
         mine.sort(key=lambda permit: permit._taken_by is flow)  # stable: those of this flow last
         for permit in mine[::-1] if n <= len(mine) else ():
             if len(chosen) < n and self._drop(permit):  # else another thread releases it at this moment
@@ -213,8 +215,16 @@ class BaseSemaphore(Operations):
 
     def _blocks(self) -> list[tuple[Callable[[], Flow | None], Block, Any]]:
         """The open `with`s and their permits, each behind a reference to the flow that began it."""
-        found = [(permit, permit._open_blocks()) for permit in self._held[:]]
+        found = [(permit, permit._open_blocks()) for permit in self._held[:] if permit._of_block]
         return [(permit._taken_by, blocks[0], permit) for permit, blocks in found if blocks]
+
+    def _ending(self, opened: list[Block] | None) -> Any:
+        """The permit of the `with` that ends; `opened`: those of its end."""
+        blocks = self._blocks()
+        if opened:
+            opened[:] = [block for _, block, _ in blocks if block in opened]
+        its = [each for each in blocks if each[1] in (opened or ())]
+        return ending(its or blocks, self.key, "enter a semaphore.permit() of its own for each block")[2]
 
     # -- the operations, as steps
 
@@ -236,7 +246,7 @@ class BaseSemaphore(Operations):
         for permit, grant in zip(permits[1:], first._others, strict=True):
             _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
             first._others = first._others[1:]
-        self._add(permits)
+        self._add(permits, block=False)
         return True
 
     def _undo(self, permits: list[Any]) -> Steps[None]:
@@ -266,15 +276,11 @@ class BaseSemaphore(Operations):
         yield from entering.enter(permit, its)
         self._skipped = permit._skipped
         if not self._skipped:
-            self._add([permit])
+            self._add([permit], block=True)
 
     def _exit(self, opened: list[Block] | None) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
-        blocks = self._blocks()
-        its = [each for each in blocks if each[1] in (opened or ())]
-        if opened:
-            opened[:] = [block for _, block, _ in its]
-        permit = ending(its or blocks, self.key, "enter a semaphore.permit() of its own for each block")[2]
+        permit = self._ending(opened)
         _ = self._drop(permit)
         return leaving.leave_block(permit)
 
