@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -468,3 +469,22 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
     assert in_use(either) == []
+
+
+def test_a_permit_that_its_caller_enters_is_not_of_the_with_of_the_semaphore(protocol: Subject, actor: Actor) -> None:
+    """An ExitStack that has entered the semaphore ends its own permit, and the one that is entered stays."""
+    api = semaphore(protocol, 3)
+
+    def body() -> None:
+        with contextlib.ExitStack() as stack:
+            mine = stack.enter_context(api)
+            assert api.acquire()
+            [taken] = [each for each in api.held if each is not mine]
+            with taken:
+                stack.close()
+                assert api.held == [taken]
+                assert taken.count == 2
+            api.release()
+
+    actor.do(body)
+    assert not actor.do(lambda: api.held)

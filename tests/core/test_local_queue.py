@@ -11,9 +11,10 @@ import pytest
 
 from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import StoreUnanswered
+from dblock.core.errors import StoreUnanswered, StoreUnreachable
 from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -415,3 +416,19 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_queueing(stuck) == 0
     stuck.leave()
     assert not site.local_queues
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_late_try_is_refused_while_the_database_answers(answers: bool) -> None:
+    """A try without waiting gets no connection in time: an error only if nobody else has had an answer lately."""
+    world = World()
+    process = Process(world)
+    process.site.database.latency.answered = world.time - (0.0 if answers else 60.0)
+    late = raising(StoreUnreachable("no connection could be opened in time").because_late(0.25))
+    take = acquiring.acquire(Attempt(process.site, wish(), 0, lambda: process))
+    faults = {("take", number): late for number in range(1000)}
+    if answers:
+        assert isinstance(play(world, take, faults), Refused)
+    else:
+        with pytest.raises(StoreUnreachable):
+            play(world, take, faults)
