@@ -205,8 +205,12 @@ def together(*work: Callable[[], object]) -> list[BaseException]:
 
 
 def threads(name: str = "dblock ") -> list[threading.Thread]:
-    """The library's own threads in this process."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+    """The library's own threads in this process that run.
+
+    A signal handler that raises inside `Thread.start` may leave the lock of its event locked. Then the new thread waits
+    for that lock for ever, before it comes to any code of ours, and `enumerate` lists it (gh-148874).
+    """
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name) and thread.is_alive()]
 
 
 def nobody_withdraws() -> bool:
