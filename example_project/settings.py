@@ -91,9 +91,9 @@ CELERY_TASK_TRACK_STARTED = True
 if CELERY_BROKER_URL == "filesystem://":  # the demo: messages and results are files
     _directory = os.environ["CELERY_DIRECTORY"]
     CELERY_RESULT_BACKEND = f"file://{_directory}/results"
+    CELERY_BROKER_TRANSPORT = "example_project.messages:Transport"
     CELERY_BROKER_TRANSPORT_OPTIONS = {
         "data_folder_in": f"{_directory}/messages",
-        "data_folder_out": f"{_directory}/messages",
         "control_folder": f"{_directory}/control",
         "polling_interval": 0.2,
     }

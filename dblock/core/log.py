@@ -33,9 +33,8 @@ def inform(message: str, *args: object) -> None:
 
 
 def _log_later(level: int, message: str, args: tuple[object, ...], error: Any) -> None:
-    caller = sys._getframe(2)
-    code = caller.f_code
-    record = logging.LogRecord(log.name, level, code.co_filename, caller.f_lineno, message, args, error, code.co_name)
+    path, line, function, _ = log.findCaller(stacklevel=3)
+    record = logging.LogRecord(log.name, level, path, line, message, args, error, function)
     context = copy_context()
     deliveries.put(lambda: context.run(_log, record, args))
 

@@ -31,7 +31,7 @@ class Token(NamedTuple):
     """What a bearer needs to continue a tenure."""
 
     tenure: Tenure
-    """The tenure in hand-over; its owner is the token's secret."""
+    """The detached tenure; its owner is the token's secret."""
     ttl: float
     grace: float
     min_hold: float

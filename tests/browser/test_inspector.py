@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.browser.site import LIST, world
 from tests.conftest import SELDOM, run, timed
@@ -127,6 +127,26 @@ def test_live_refresh(look: Look) -> None:
     page.evaluate("getSelection().removeAllRanges()")
     live.shows("five")
     assert page.evaluate("window.loaded") == "once"
+
+
+def test_a_refresh_that_is_under_way(look: Look) -> None:
+    """It takes the focus from nobody who came to a link after it was asked for."""
+    page = look()
+    live = Watched(page)
+    link = page.get_by_role("link", name="stock:42")
+
+    def come_to_the_link(route: Route) -> None:
+        link.focus()
+        route.continue_()
+
+    page.route(page.url, come_to_the_link)
+    page.clock.run_for(2000)
+    page.evaluate("fetch(location.href).then(each => each.text())")  # which is answered after the other
+    assert live.asked == 2
+    expect(link).to_be_focused()
+    page.unroute(page.url)
+    link.blur()
+    live.shows("one")
 
 
 def test_what_cannot_be_refreshed(look: Look) -> None:

@@ -132,9 +132,11 @@ class Celery:
         if broker.startswith("filesystem:"):
             for name in ("messages", "control"):
                 (directory / name).mkdir()
-            messages = str(directory / "messages")
-            options = {"data_folder_in": messages, "data_folder_out": messages}
-            self.told["broker_transport_options"] = {**options, "control_folder": str(directory / "control")}
+            self.told["broker_transport"] = "example_project.messages:Transport"
+            self.told["broker_transport_options"] = {
+                "data_folder_in": str(directory / "messages"),
+                "control_folder": str(directory / "control"),
+            }
         self._directory, self._database, self.workers = directory, url(database), list[Worker]()
         self._started = 0
         self.resume()

@@ -173,16 +173,6 @@ other.resign()
 """,
     "docs/family.md sqlalchemy": "assert write.state is None and permit.slot is None and locks.state is None",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
-    "docs/coming-from.md once-a-minute": """
-import threading
-assert tick() == "done"
-answers = [tick()]
-thread = threading.Thread(target=lambda: answers.append(tick()))
-thread.start()
-thread.join()
-assert answers == ["not my turn"] * 2, answers
-assert 50 < db_lock(engine, "tick").inspect().remaining < 61
-""",
     "docs/celery.md celery-atomic": 'assert restock.delay("42", 3).get() == Stock.objects.get().left == 11',
     "docs/transactions.md sqlalchemy": "assert lock.state is None",
 }
@@ -343,7 +333,7 @@ def test_beat(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("docs/testing.md", "memory"), ("docs/databases.md", "names"), ("docs/coming-from.md", "once-a-minute")],
+    [("docs/testing.md", "memory"), ("docs/databases.md", "names")],
 )
 def test_programs(page: str, name: str, tmp_path: Path) -> None:
     """Whole by themselves."""
@@ -387,7 +377,6 @@ def test_every_example_is_tried() -> None:
         "memory",
         "names",
         "names-settings",
-        "once-a-minute",
         "notebook",
     } | ELSEWHERE
     named = [name for page in PAGES for name, _ in blocks(page)]

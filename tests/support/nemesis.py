@@ -973,9 +973,10 @@ def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     yield f"used {sum(each.cpu for each in found) / 60:.0f} minutes. {versions}."
     if lacking := _galera_lacks():
         yield f"Without Galera: {lacking}."
+    yield f"Operations: {', '.join(f'{part} {each.operations.total():,}' for part, each in parts.items())}."
     yield ""
-    yield f"| | {' | '.join(parts)} | all |"
-    yield f"|---|{'---|' * (len(parts) + 1)}"
+    yield "| | |"
+    yield "|---|---|"
     for title, counted in (
         ("operations", [each.operations for each in found]),
         ("tenures", [each.tenures for each in found]),
@@ -984,13 +985,9 @@ def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
         ("faults", [each.faults for each in found]),
         ("violations", [Counter({"": len(each.violations)}) for each in found]),
     ):
-        yield _row(f"**{title}**", [each.total() for each in counted])
+        yield f"| **{title}** | {sum(each.total() for each in counted):,} |"
         for name in sorted({name for each in counted for name in each if name}):
-            yield _row(name, [each[name] for each in counted])
-
-
-def _row(name: str, counts: Sequence[int]) -> str:
-    return f"| {name} | {' | '.join(f'{each:,}' for each in (*counts, sum(counts)))} |"
+            yield f"| {name} | {sum(each[name] for each in counted):,} |"
 
 
 def main() -> None:

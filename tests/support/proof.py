@@ -378,7 +378,7 @@ def mutations() -> Iterator[str]:
     for about in ORDER:
         found = [each for each in mutants() if each[0] == about]
         tests = dict.fromkeys(f"`{test.removeprefix('tests/').partition('::')[0]}`" for *_, test in found)
-        yield f"| {about} | {len(found)} | {' '.join(said for *_, said, _ in found[:3])} | {'<br>'.join(tests)} |"
+        yield f"| {about} | {len(found)} | {' '.join(said for *_, said, _ in found[:1])} | {'<br>'.join(tests)} |"
 
 
 # -- the page

@@ -28,10 +28,11 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }
 
+  // A user who has the focus inside, or has marked text, must not lose it.
+  const busy = () => region.contains(document.activeElement) || !document.getSelection().isCollapsed;
+
   async function refresh() {
-    // A user who has the focus inside, or has marked text, must not lose it.
-    const busy = region.contains(document.activeElement) || !document.getSelection().isCollapsed;
-    if (paused || ended || busy || document.hidden) return;
+    if (paused || ended || busy() || document.hidden) return;
     try {
       const answer = await fetch(location.href, { credentials: "same-origin", signal: AbortSignal.timeout(10000) });
       ended = answer.redirected || answer.status === 403;
@@ -39,6 +40,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.querySelector("[data-dblock-live]");
       if (!fresh) throw new Error("no such page");
+      if (busy()) return; // since it was asked for
       region.replaceChildren(...fresh.childNodes);
       label();
       updated(page);
