@@ -91,7 +91,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     token = _token(hold, secret)
     life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
     hold.secret = secret
-    loss = yield from undone(partial(_hand_over, lock, hold, secret, life), partial(_renew_again, hold))
+    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_renew_again, hold))
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         hold.lease.explain(loss)
         raise lock._lost(hold)
@@ -103,7 +103,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     return token_text(token)
 
 
-def _hand_over(lock: BaseLock, hold: Hold, secret: str, life: float) -> Steps[Loss | None]:
+def _give_to_bearer(lock: BaseLock, hold: Hold, secret: str, life: float) -> Steps[Loss | None]:
     """Put the secret in the place of the owner; why it could not be, if so."""
     database = hold.store.database
     if not runtime.current.watchdog.discard(hold):  # release_all() was faster

@@ -1,7 +1,8 @@
 """The steps: the requests that the lock's algorithm yields to its driver.
 
-Rule: generators of this package use `yield from` on the functions below, and `sending.send` for statements; no other
-has a bare `yield`. Everything that neither waits nor does I/O is a plain function. `dblock.core.protocol.drive` runs the steps.
+Rule: generators of this package use `yield from` on the functions below, and on `sending.send` for statements; no
+other one has a bare `yield`. Everything that neither waits nor does I/O is a plain function.
+`dblock.core.protocol.drive` runs the steps.
 
 Steps and the values that live for one operation are named tuples: they are made on every take, and a frozen
 dataclass costs several times as much to make.
