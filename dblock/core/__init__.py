@@ -10,8 +10,8 @@ Where to look for:
     where it is lost              `holding.lease`, by time; `watchdog.watched` tells the holder;
                                   `protocol.tenures.why_lost` reads the reason
     how it is left                `lock.leaving`; `acquire.handover` hands it to the next, or frees it
-    what an interrupt undoes      `protocol.drive` throws it into the steps; `acquire.local_queue` says what each stage may
-                                  leave behind, which `acquire.waiting.Attempt.clean_up` undoes
+    what an interrupt undoes      `protocol.drive` throws it into the steps; `acquire.local_queue` says what each stage
+                                  may leave behind, which `acquire.waiting.Attempt.clean_up` undoes
     who is next                   in this process `acquire.local_queue`, among processes `protocol.queue`
     what happens on a fork        `runtime.Runtime.forked`
     where an option goes          `options.Given` explains it, `options.valid_options` checks it
