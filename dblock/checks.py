@@ -262,11 +262,11 @@ def check_deployment(connection: BaseDatabaseWrapper) -> Found:
     if pooled and conf.settings().LISTEN is True:
         text = (
             f"Database {connection.alias!r} seems to be behind a pooler in transaction mode "
-            "(DISABLE_SERVER_SIDE_CURSORS), which does not call those who wait for a lock: they look now and then."
+            "(DISABLE_SERVER_SIDE_CURSORS), through which waiters cannot be notified: they poll."
         )
         hint = (
-            "Set DBLOCK['LISTEN'] = False if that will do, or have DBLOCK['USING'] name an alias that connects "
-            "directly. Documentation: Connections and time."
+            "Set DBLOCK['LISTEN'] = False if that will do. Or have DBLOCK['USING'] name an alias that connects directly: "
+            "then write in guarded blocks through that alias too. Documentation: Connections and time."
         )
         yield Warning(text, hint=hint, id="dblock.W006")
     if connection.vendor == "sqlite" and connection.is_in_memory_db():  # type: ignore[attr-defined]
