@@ -245,7 +245,9 @@ wait: read it with P99 and Jain's index. A try of dblock that fails takes two ro
 machine dblock notifies through a socket, after the reply that the one before has waited for.
 """
     if data["load"]["before"] > 1:
-        yield "**Other work shared the processors during this run.** Its figures show which way things go, and no more.\n"
+        yield """**Other work used the processors in the minute before this run, and perhaps during it.** Its figures show which way
+things go, and no more.
+"""
     if data["missing"] or data["failed"]:
         failed = [
             f"{peer} with {setting['clients']} clients, {_ms(setting['distance'])} away, {_ms(setting['section'])} inside ({error})"
