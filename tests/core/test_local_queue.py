@@ -372,6 +372,25 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
     assert process.nobody()
 
 
+def test_an_inheritance_that_is_interrupted() -> None:
+    """The database has it already: the third finds no place, and the second leaves none that would be granted the key."""
+    world, process, tenure, first, second = two_that_ask(1.0)
+    third = acquiring.acquire(Attempt(process.site, wish(flow="third"), 300, lambda: process, held_in_process=True))
+    begun(world, third, "wait")
+    world.time += 1
+    assert not isinstance(play(world, first, {}), Grant)
+    _ = world.execute(begun(world, second, "adopt_place"))
+    assert [owner[:6] for owner in world.waiters] == ["second"]
+    with pytest.raises(Interrupted):
+        play(world, second, {}, error=Interrupted())
+    assert not world.waiters
+    joined = world.execute(begun(world, third, "join"))
+    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert world.rows["k"]["owner"].startswith("third")
+    assert isinstance(play(world, third, {}, joined), Grant)
+    assert process.nobody()
+
+
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves after the holder has seen the local queue, and before it chooses."""
     world, process, tenure, heir = holder_and_heir()

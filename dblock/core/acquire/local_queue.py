@@ -83,6 +83,7 @@ class Waiting(Protocol):
     request: Request
     stage: Stage
     owner: str
+    given_up: tuple[str, ...]
     grant: Grant | None
     place: Place | None
     seen: float
@@ -197,6 +198,8 @@ class LocalQueue:
                     self.holder = about(waiter.request, got)
                     self.expect_handover()
                 elif waiter.place is not None and first.stage is Stage.WAITING:
+                    if waiter.place.owner != waiter.owner:  # it was adopting it, which may have been executed
+                        waiter.given_up += (waiter.owner,)
                     first.place, waiter.place = waiter.place, None
                     first.move(Stage.QUEUED)
                     waiter.owner = ""  # the next one finds out what was granted to it
