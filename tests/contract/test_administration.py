@@ -13,8 +13,7 @@ from dblock import LockLost, LockRevoked, observe
 from dblock.core.errors import Reason, StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.steps import Execute, Steps
-from dblock.core.values import Identity
+from dblock.core.protocol.steps import Execute
 from dblock.operating import administration
 from tests.conftest import SELDOM, timed
 from tests.support.lab import remaining, renew, renewed, until
@@ -38,24 +37,17 @@ class Desk:
     def __init__(self, subject: Subject) -> None:
         self.store: Any = beside(subject).lock("k")._place.store()
 
-    def _do(self, steps: Steps[Any]) -> Any:
-        return drive(steps)
-
     def force(self, key: str, fence: int, words: str = "root: stuck") -> bool:
-        done: bool = self._do(administration.force_release(self.store, key, fence, words))
-        return done
+        return drive(administration.force_release(self.store, key, fence, words))
 
     def revoke(self, key: str, fence: int, words: str = "root: please") -> bool:
-        done: bool = self._do(administration.revoke(self.store, key, fence, words))
-        return done
+        return drive(administration.revoke(self.store, key, fence, words))
 
     def survey(self, *args: Any, **options: Any) -> list[administration.Surveyed]:
-        found: list[administration.Surveyed] = self._do(administration.survey(self.store, *args, **options))
-        return found
+        return drive(administration.survey(self.store, *args, **options))
 
     def waiters(self, key: str) -> list[administration.WaiterInfo]:
-        found: list[administration.WaiterInfo] = self._do(administration.waiters(self.store, key))
-        return found
+        return drive(administration.waiters(self.store, key))
 
 
 @pytest.fixture
@@ -300,8 +292,8 @@ def test_the_queue_of_a_key_is_seen_in_order(protocol: Subject, actors: Actors, 
     assert one.ticket < two.ticket
     assert one.age > two.age >= 0
     assert one.remaining > 0
-    assert one.identity == patient_identity(desk)
     [row] = desk.survey()
+    assert one.identity == replace(row.info.identity, thread=one.identity.thread), "the holder's process"
     assert row.waiters == 2
     assert later.result(10) is False
     assert until(lambda: [each.label for each in desk.waiters("k")] == ["one"], 5)
@@ -309,9 +301,3 @@ def test_the_queue_of_a_key_is_seen_in_order(protocol: Subject, actors: Actors, 
     assert waiting.result(10)
     assert desk.waiters("k") == []
     first.call(patient, "release")
-
-
-def patient_identity(desk: Desk) -> Identity:
-    """Of the first waiter: the same process as the holder's, in another thread or task."""
-    [row] = desk.survey()
-    return replace(row.info.identity, thread=desk.waiters("k")[0].identity.thread)

@@ -7,7 +7,6 @@ import logging
 import time
 import traceback
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -55,16 +54,8 @@ def test_unknown_options_are_answered(face: Subject) -> None:
 
 def test_options_without_a_name(face: Subject) -> None:
     """In other libraries the ttl comes second, or the timeout: here neither."""
-    if face.variant == "django":
-        from dblock import db_lock
-
-        make: Any = partial(db_lock, "k")
-    else:
-        from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-
-        make = partial(sqlalchemy_lock, face.engine, "k")
     with pytest.raises(TypeError, match="say ttl= or timeout= for 30$"):
-        make(30)
+        face.api("db_lock", "k", 30)
 
 
 def test_contradictions_are_refused(either: Subject) -> None:
@@ -226,16 +217,12 @@ def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, ca
     assert "its event loop was blocked" in caplog.text
 
 
-def _is_lost(actor: Actor, lock: Any) -> bool:
-    return bool(actor.get(lock, "state") == "lost")
-
-
 def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
     for options in ({"ttl": 0.3, "renew": False}, {"ttl": 1, "max_hold": 0.5}):
         lock = async_face.lock("k", **options)
         actor.call(lock, "acquire")
-        assert until(partial(_is_lost, actor, lock))
+        assert until(lambda: actor.get(lock, "state") == "lost")  # noqa: B023 - called here
         with pytest.raises(LockLost) as caught:
             actor.call(lock, "release")
         assert caught.value.reason is Reason.EXPIRED

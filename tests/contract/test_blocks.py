@@ -31,7 +31,7 @@ from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
 from tests.support.lab import PROTOCOL, alive, renewed, until
-from tests.support.subjects import Actor, Subject
+from tests.support.subjects import FAMILY, Actor, Subject
 
 
 def enter(subject: Subject, lock: Any) -> Callable[[], Any]:
@@ -181,34 +181,19 @@ def test_a_semaphore_has_one_block_in_each_flow(either: Subject, actor: Actor, o
 # -- ends that no `with` has loaded
 
 
-KINDS: dict[str, Callable[[Subject], Any]] = {
-    "a lock": lambda subject: subject.lock("k", ttl=30),
-    "locks": lambda subject: several(subject, "k", "l", ttl=30),
-    "a reader": lambda subject: rwlock(subject, ttl=30).read(),
-    "a semaphore": lambda subject: semaphore(subject, 3, ttl=30),
-    "a leader": lambda subject: subject.api("db_leader", "k", ttl=30),
-}
-
-
-def keeps_its_blocks(subject: Subject) -> set[Any]:
-    """What is held, and is held still when each lease has been renewed."""
-    before = tenures(subject)
-    assert renewed(subject)
-    assert tenures(subject) == before
-    assert alive(subject) == len(before)
-    return before
-
-
-@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("what", FAMILY)
 def test_an_end_that_somebody_looks_at(either: Subject, actor: Actor, what: str) -> None:
     """As duck typing does, before code calls the methods of the class, as an ExitStack does."""
-    made = KINDS[what](either)
+    made = FAMILY[what](partial(either.api, ttl=30))
     names = ("__enter__", "__exit__") if either.face == "sync" else ("__aenter__", "__aexit__")
     begin, end = (getattr(type(made), name) for name in names)
     assert all(hasattr(made, name) for name in names)
     actor.do(lambda: begin(made))
     assert all(hasattr(made, name) for name in names)
-    assert keeps_its_blocks(either)
+    begun = tenures(either)
+    assert begun
+    assert renewed(either)
+    assert (tenures(either), alive(either)) == (begun, len(begun)), "it is held still"
     actor.do(lambda: end(made, None, None, None))
     assert tenures(either) == set()
 

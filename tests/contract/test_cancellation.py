@@ -15,7 +15,7 @@ import pytest
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from tests.conftest import SELDOM, timed
-from tests.contract.test_queue import WAITERS
+from tests.contract.test_queue import waiters
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
@@ -34,11 +34,6 @@ async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after
 
 def is_held(subject: Subject) -> bool:
     return bool(subject.run("SELECT 1 FROM locks WHERE owner IS NOT NULL"))
-
-
-def queued(subject: Subject) -> int:
-    [[count]] = subject.run(WAITERS)
-    return int(count)
 
 
 async def block(lock: Any) -> None:
@@ -119,8 +114,8 @@ def test_a_cancelled_waiter_leaves_the_queue(async_driver: Subject, actor: Actor
     """So that a key that is given back is free for the next one at once."""
     lock = async_driver.lock("k", ttl=60, timeout=60)
     actor.call(lock, "acquire")
-    other.do(lambda: storm(block(async_driver.lock("k", timeout=60)), lambda: queued(async_driver) == 1, 0.05))
-    assert queued(async_driver) == 0
+    other.do(lambda: storm(block(async_driver.lock("k", timeout=60)), lambda: waiters(async_driver) == 1, 0.05))
+    assert waiters(async_driver) == 0
     actor.call(lock, "release")
     assert other.call(lock, "acquire", timeout=1)
     other.call(lock, "release")
@@ -156,7 +151,7 @@ def test_a_silent_server_keeps_nobody_who_waits(
 
     async def main() -> float:
         work = asyncio.ensure_future(took(getattr(lock, async_face.method("acquire"))(), 1.0))
-        while not queued(async_face):  # noqa: ASYNC110 - it looks at the database
+        while not waiters(async_face):  # noqa: ASYNC110 - it looks at the database
             await asyncio.sleep(0.002)
         with monkeypatch.context() as patch:
             silence(lock._place.store(), patch)
@@ -207,7 +202,7 @@ def test_a_cancelled_releaser_notifies_the_next(
         while not is_held(async_driver):  # noqa: ASYNC110 - it looks at the database
             await asyncio.sleep(0.002)
         waiting = other.start(getattr(heir, acquire))
-        while not queued(async_driver):  # noqa: ASYNC110 - likewise
+        while not waiters(async_driver):  # noqa: ASYNC110 - likewise
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.02)
         waited.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -15,12 +16,10 @@ from dblock import LockLost, LockTimeout, observe
 from dblock.core import runtime
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import Reason, StoreConflict
-from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers
-from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES
-from tests.support.lab import keeper_rests, renew, until
+from tests.support.lab import fail, keeper_rests, renew, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -143,14 +142,7 @@ def test_a_tenure_that_goes_on_elsewhere(either: Subject, actor: Actor, other: A
 
 def test_a_lock_that_is_lost(either: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """First at risk, then lost, for how long it was held and why; and what is lost is not released."""
-    execute = BaseStore.execute
-
-    def refuse(self: BaseStore, step: Execute) -> Any:
-        if step.statement.name == "renew":
-            raise StoreConflict("down")
-        return execute(self, step)
-
-    monkeypatch.setattr(BaseStore, "execute", refuse)
+    fail(monkeypatch, StoreConflict, "renew")
     ttl = 3.0  # the last renewal is sent a fifteenth of it before trust ends: an event loop has that long to begin it
     lock = either.lock("k", ttl=ttl, label="tea")
     if not lock._place.store().renewable:
@@ -249,8 +241,6 @@ def test_a_wait_that_is_broken_off(async_face: Subject, actor: Actor, other: Act
     assert actor.call(async_face.lock("k"), "acquire")
 
     async def cancelled() -> None:
-        import asyncio
-
         task = asyncio.ensure_future(getattr(async_face.lock("k", timeout=20), async_face.method("acquire"))())
         assert await asyncio.to_thread(until, lambda: any(event.kind is Kind.CONTENDED for event in told), 10)
         task.cancel()

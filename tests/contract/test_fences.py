@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
+from django.contrib.contenttypes.models import ContentType
 from django.db import connections, models
 from django.db.models.functions import Upper
 from sqlalchemy import BigInteger, Engine, String, create_engine, select, update
@@ -115,8 +117,6 @@ def test_a_plain_save_leaves_the_fence(alias: str) -> None:
 
 def test_what_cannot_be_fenced_is_refused(alias: str, engine: Engine) -> None:
     """With a message that says what is wanted."""
-    from django.contrib.contenttypes.models import ContentType
-
     with pytest.raises(TypeError, match="a queryset and then a lock"):
         fenced_update(Shelf, 7, name="never")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="FencedModel"):
@@ -154,7 +154,6 @@ def test_django_needs_a_hold(alias: str) -> None:
 
 def test_django_asynchronously(alias: str) -> None:
     """The twin does the same."""
-    from asgiref.sync import sync_to_async
 
     async def main() -> None:
         rows = Shelf._default_manager.using(alias).all()

@@ -14,19 +14,16 @@ import pytest
 
 from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
 from tests.conftest import run
-from tests.contract.test_administration import Desk
+from tests.contract.test_administration import Desk, desk
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
+__all__ = ["desk"]
+
 KEY = f"k {HOSTILE}"
 WORDS = f"{FRIENDLY}: {HOSTILE}"
 NAMES = ("host", "thread", "program", "celery_task_id", "label")
-
-
-@pytest.fixture
-def desk(subject: Subject) -> Desk:
-    return Desk(subject)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import pickle
@@ -18,9 +17,10 @@ from django.db.transaction import TransactionManagementError
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from dblock import db_lock as django_lock
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
@@ -70,21 +70,12 @@ class Client:
 
     def __init__(self, kind: str, database: str, level: str | None = None) -> None:
         self.kind, self.database, self.level = kind, database, level
-        asynchronous = "async" in kind
-        self.django = kind.startswith("django")
-        face = "async" if asynchronous else "sync"
-        driver = DRIVERS[database] if asynchronous and not self.django else ""
-        self.subject = Subject("django" if self.django else "sqlalchemy", face, database, driver)
+        self.django, self.asynchronous = kind.startswith("django"), "async" in kind
+        self.subject = of_kind(kind, database, level)
         self.actor = Actor(self.subject)
         self.alias = ALIASES[database]
-        self.asynchronous = asynchronous
         self.opened: Any = None
-        self.engine: Any = None
-        if not self.django:
-            self.subject = self.subject.over(**({"isolation_level": level} if level and database != "sqlite" else {}))
-            self.engine = self.subject.engine
-            if level and database == "sqlite":
-                _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
+        self.engine: Any = None if self.django else self.subject.engine
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         """A lock of this client's own kind."""
@@ -102,14 +93,10 @@ class Client:
             self.actor.do(self.opened.close)
         if self.django:
             self._django(self._enter)
-        elif self.kind == "connection":
+        elif "connection" in self.kind:
             self.opened = self.actor.do(self.engine.connect)
-        elif self.kind == "async connection":
-            self.opened = self.actor.do(lambda: self.engine.connect().__aenter__())
-        elif self.kind == "session":
-            self.opened = Session(self.engine)
         else:
-            self.opened = AsyncSession(self.engine)
+            self.opened = (AsyncSession if self.asynchronous else Session)(self.engine)
         if read:
             self.execute("SELECT count(*) FROM guarded")
         if read and self.level:
@@ -187,6 +174,18 @@ class Client:
         self.actor.close()
 
 
+def of_kind(kind: str, database: str, level: str | None) -> Subject:
+    """What makes locks of that kind; transactions of its engine have that isolation level, or that mode on SQLite."""
+    face = "async" if "async" in kind else "sync"
+    if kind.startswith("django"):
+        return Subject("django", face, database)
+    plain = Subject("sqlalchemy", face, database, DRIVERS[database] if face == "async" else "")
+    subject = plain.over(**({"isolation_level": level} if level and database != "sqlite" else {}))
+    if level and database == "sqlite":
+        _begin_with(getattr(subject.engine, "sync_engine", subject.engine), level)
+    return subject
+
+
 def _begin_with(engine: Engine, mode: str) -> None:
     """Let each of the engine's transactions on SQLite be a real one, as SQLAlchemy's documentation shows it."""
 
@@ -256,8 +255,9 @@ def end_lease(database: str, key: str = "k") -> None:
     assert run(database, f"UPDATE locks SET expires_at = {PAST[database]} WHERE lock_key = :key", key=key) == []
 
 
-def notes(database: str) -> object:
-    return run(database, "SELECT count(*) FROM guarded")[0][0]
+def notes(database: str) -> int:
+    """How much was committed, as a stranger sees it."""
+    return int(str(run(database, "SELECT count(*) FROM guarded")[0][0]))
 
 
 @at([(database, level) for database in SERVERS for level in LEVELS])
@@ -637,23 +637,16 @@ def test_a_galera_cluster_is_told_of_once(
 # -- where there is nothing to keep it
 
 
-def test_django_needs_a_transaction(database: str) -> None:
+@pytest.mark.parametrize("kind", ["django", "django async"])
+def test_django_needs_a_transaction(client: Callable[..., Client], kind: str) -> None:
     """TransactionManagementError, as Django's own for select_for_update; and the lock is still held."""
-    from dblock import db_lock
-
-    with db_lock("k", using=ALIASES[database]) as lock:
-        with pytest.raises(TransactionManagementError, match="atomic"):
-            lock.guard()
-        assert lock.verify()
-
-    async def main() -> None:
-        async with db_lock("k", using=ALIASES[database]) as lock:
-            with pytest.raises(TransactionManagementError, match="atomic"):
-                await lock.aguard()
-        await sync_to_async(connections.close_all)()
-
-    asyncio.run(main())
-    connections[ALIASES[database]].close()
+    holder = client(kind)
+    lock = holder.lock()
+    holder.call(lock, "acquire")
+    with pytest.raises(TransactionManagementError, match="atomic"):
+        holder.guard(lock)
+    assert holder.call(lock, "verify")
+    holder.call(lock, "release")
 
 
 def test_autocommit_is_refused(database: str) -> None:
@@ -678,7 +671,6 @@ def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:
     """ValueError, whichever the two are; a second engine of the same database will do."""
     for name in DATABASES:
         ready(request, name)
-        run(name, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
     engines = {name: create_engine(url(name)) for name in DATABASES}
     for ours, engine in engines.items():
         with sqlalchemy_lock(engine, "k") as lock:
@@ -698,12 +690,10 @@ def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:
 
 def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
     """ValueError, and nothing has happened; an alias of the same database will do."""
-    from dblock import db_lock
-
     for name in SERVERS:
         ready(request, name)
     for ours, theirs in (*itertools.permutations(SERVERS, 2), ("postgresql", "default")):
-        with db_lock("k", using=ours) as lock, transaction.atomic(theirs):
+        with django_lock("k", using=ours) as lock, transaction.atomic(theirs):
             with pytest.raises(ValueError, match="another database"):
                 lock.guard(using=theirs)
             with pytest.raises(TransactionManagementError):
@@ -712,24 +702,16 @@ def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
         connections[alias].close()
 
 
-def test_what_is_no_transaction_is_refused(database: str) -> None:
+@pytest.mark.parametrize("kind", ["connection", "async connection"])
+def test_what_is_no_transaction_is_refused(client: Callable[..., Client], kind: str) -> None:
     """TypeError."""
-    engine = create_engine(url(database))
-    with sqlalchemy_lock(engine, "k") as lock:
-        for bad in (engine, None, "k", 5):
-            with pytest.raises(TypeError):
-                lock.guard(bad)  # type: ignore[arg-type]
-    engine.dispose()
-
-    async def main() -> None:
-        made = create_async_engine(url(database, DRIVERS[database]))
-        async with sqlalchemy_lock(made, "k") as lock:
-            for bad in (made, None, "k"):
-                with pytest.raises(TypeError):
-                    await lock.guard(bad)  # type: ignore[arg-type]
-        await made.dispose()
-
-    asyncio.run(main())
+    holder = client(kind)
+    lock = holder.lock()
+    holder.call(lock, "acquire")
+    for bad in (holder.engine, None, "k", 5):
+        with pytest.raises(TypeError):
+            holder.call(lock, "guard", bad)
+    holder.call(lock, "release")
 
 
 def test_session_is_the_default(database: str, rival: Rival) -> None:

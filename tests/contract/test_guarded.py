@@ -35,6 +35,7 @@ import sqlalchemy_dblock
 from dblock.celery.task import _interrupting
 from dblock.core import runtime
 from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
+from dblock.core.holding.flow import Hold
 from dblock.core.lock import bookkeeping, guarded
 from dblock.core.lock.locks import SAYS_NOTHING
 from dblock.core.observing.events import Event, Kind
@@ -42,11 +43,13 @@ from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.operating import administration
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, run, url
-from tests.contract.test_guard import DRIVERS, STRICT, Rival, _begin_with, end_lease
-from tests.support.lab import until
+from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, run
+from tests.contract.test_guard import STRICT, Rival, end_lease, notes, of_kind, rival
+from tests.support.lab import hold_of, until
 from tests.support.strikes import CancelledAt
-from tests.support.subjects import PRODUCT, Actor, Subject, _loop
+from tests.support.subjects import FAMILY, PRODUCT, Actor, Subject, _loop
+
+__all__ = ["rival"]
 
 GIVEN: dict[str, Callable[[Any], Any]] = {
     "engine": lambda engine: engine,
@@ -97,17 +100,11 @@ class Client:
         self.kind, self.database, self.level = kind, database, level
         self.django, self.asynchronous = kind == "django", "async" in kind
         self.alias = ALIASES[database]
-        self.engine: Any = None
+        self.subject = of_kind(kind, database, level)
+        self.engine: Any = None if self.django else self.subject.engine
         self._given: Any = None
-        if self.django:
-            if level:
-                self._set_level()
-            return
-        options = {"isolation_level": level} if level and database != "sqlite" else {}
-        make = create_async_engine if self.asynchronous else create_engine
-        self.engine = make(url(database, DRIVERS[database] if self.asynchronous else ""), **options)
-        if level and database == "sqlite":
-            _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
+        if self.django and level:
+            self._set_level()
 
     def _set_level(self) -> None:
         wrapper: Any = connections[self.alias]
@@ -127,9 +124,7 @@ class Client:
         return self._given
 
     def lock(self, key: str = "k", **options: Any) -> Any:
-        if self.django:
-            return dblock.db_lock(key, using=self.alias, **options)
-        return sqlalchemy_lock(self.engine, key, **options)
+        return self.subject.lock(key, **options)
 
     def guarded(self, lock: Any) -> Any:
         """The block."""
@@ -178,13 +173,6 @@ class Client:
 
 
 @pytest.fixture
-def rival(database: str) -> Iterator[Rival]:
-    made = Rival(database)
-    yield made
-    made.engine.dispose()
-
-
-@pytest.fixture
 def client(database: str) -> Iterator[Callable[..., Client]]:
     """Makes clients, over an empty table of the user's."""
     run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
@@ -204,9 +192,10 @@ def write(given: Any) -> None:
     given.execute(text("INSERT INTO guarded VALUES (1)"))
 
 
-def notes(database: str) -> int:
-    """How much was committed, as a stranger sees it."""
-    return int(str(run(database, "SELECT count(*) FROM guarded")[0][0]))
+def increment(given: Any) -> None:
+    """Number what is inserted, by what was read: without a lock two get the same number."""
+    [(last,)] = given.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
+    given.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
 
 
 def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
@@ -220,6 +209,18 @@ def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
         return plain(*args)
 
     setattr(lock, method, later)
+
+
+def pause(lock: Any) -> None:
+    """As if the flow had slept for longer than it may trust its lease, and nobody had noticed it yet."""
+    hold_of(lock).lease.trusted_until = 0.0
+
+
+def lose(hold: Hold) -> None:
+    """The same, and the watchdog has noticed it."""
+    hold.lease.trusted_until = 0.0
+    assert hold.lease.lose()
+    runtime.current.watchdog.announce(hold)
 
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
@@ -247,8 +248,7 @@ class Loss:
 
     def __call__(self) -> None:
         if self.how == "pause" or self.shut:
-            [hold] = self.lock._holds()
-            hold.lease.trusted_until = 0.0
+            pause(self.lock)
         fence = self.lock.fence
         self.other.do(lambda: self._happens(fence))
 
@@ -403,48 +403,28 @@ def test_a_body_that_rolls_back(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GIVEN if "session" in kind])
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-@pytest.mark.filterwarnings("ignore:transaction already deassociated")  # SQLAlchemy's, beside our error
-def test_a_body_that_commits_beneath_its_session_is_refused(
-    database: str, client: Callable[..., Client], rival: Rival, kind: str
-) -> None:
-    """By the connection of the session: an error of the lock that comes later says nothing, either."""
-    holder = client(kind)
-    lock = holder.lock(ttl=30)
-
-    def body(given: Any) -> None:
-        write(given)
-        given.connection().commit()
-        lock._hold().lease.trusted_until = 0.0
-        lock.check()
-
-    with pytest.raises(InvalidRequestError, match="that commit stands") as caught:
-        holder.block(lock, body)
-    assert isinstance(caught.value.__cause__, LockLost)
-    assert notes(database) == 1
-    assert lock.count == 0
-    end_lease(database)
-    assert rival.gets_in()
+WARNED = pytest.mark.filterwarnings("ignore:transaction already deassociated")  # SQLAlchemy's, beside our error
+COMMITS: list[Any] = [(kind, on, lost, "itself") for kind in GIVEN for on in (False, True) for lost in (False, True)]
+COMMITS += [pytest.param(kind, True, True, "its connection", marks=WARNED) for kind in GIVEN if "session" in kind]
 
 
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("goes_on", [False, True])
-@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize(("kind", "goes_on", "lost", "what"), COMMITS)
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_a_body_that_commits_is_refused(  # noqa: PLR0917
-    database: str, client: Callable[..., Client], rival: Rival, kind: str, goes_on: bool, lost: bool
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, goes_on: bool, lost: bool, what: str
 ) -> None:
-    """At its next statement, or by the end of the block, and never by an error of the lock: that commit stands."""
+    """At its next statement, or by the end of the block, and never by an error of the lock: that commit stands.
+
+    Also one beneath its session, by the connection of that.
+    """
     holder = client(kind)
     lock = holder.lock(ttl=30)
 
     def body(given: Any) -> None:
         write(given)
-        given.commit()
+        (given if what == "itself" else given.connection()).commit()
         if lost:
-            [hold] = lock._holds()
-            hold.lease.trusted_until = 0.0
+            pause(lock)
             if goes_on:
                 lock.check()
         elif goes_on:
@@ -500,8 +480,7 @@ def test_what_a_hook_raises_comes_as_it_is(
     def hook(*_: object) -> None:
         held.append(lock.count == 1)
         if lost:
-            [hold] = lock._holds()
-            hold.lease.trusted_until = 0.0
+            pause(lock)
         raise error
 
     def body(given: Any) -> None:
@@ -533,10 +512,6 @@ def test_what_a_hook_raises_comes_as_it_is(
 )
 def test_no_update_is_lost(database: str, client: Callable[..., Client], level: str, kind: str) -> None:
     """Four clients number what they insert, at each isolation level: without gaps, and without an error."""
-
-    def increment(given: Any) -> None:
-        [(last,)] = given.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
-        given.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
 
     def increments(_: int) -> None:
         holder = Client(kind, database, level)  # in a thread of its own, as Django's connections are
@@ -665,17 +640,8 @@ def test_the_whole_family(database: str, client: Callable[..., Client], kind: st
         raise ZeroDivisionError
 
     holder = client(kind)
-    face: Any = dblock if holder.django else sqlalchemy_dblock
-    where = {"using": holder.alias} if holder.django else {}
-    first = () if holder.django else (holder.engine,)
-    rw = face.db_rwlock(*first, "rw", **where)
-    locks = {
-        "several": face.db_locks(*first, "a", "b", **where),
-        "reader": rw.read(),
-        "writer": rw.write(),
-        "permit": face.db_semaphore(*first, "s", permits=1, **where).permit(),
-    }
-    for number, lock in enumerate(locks.values(), 1):
+    for number, what in enumerate(("several", "reader", "writer", "permit"), 1):
+        lock = FAMILY[what](holder.subject.api)
         for _ in range(2):
             holder.block(lock, write)
         assert notes(database) == 2 * number
@@ -732,6 +698,16 @@ def test_a_decorated_function(database: str, client: Callable[..., Client], riva
 # -- refusals: each names the way out
 
 
+async def inside(block: Any) -> None:
+    with block:
+        pytest.fail("unreachable")
+
+
+async def ainside(block: Any) -> None:
+    async with block:
+        pytest.fail("unreachable")
+
+
 def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Client], rival: Rival) -> None:
     holder = client("django")
     lock = holder.lock()
@@ -739,14 +715,6 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
 
         @lock.atomic()
         async def coroutine() -> None: ...
-
-    async def inside(block: Any) -> None:
-        with block:
-            pytest.fail("unreachable")
-
-    async def ainside(block: Any) -> None:
-        async with block:
-            pytest.fail("unreachable")
 
     with pytest.raises(SynchronousOnlyOperation, match="no asynchronous transactions"):
         asyncio.run(inside(lock.atomic()))
@@ -773,22 +741,18 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
 def test_the_block_of_the_other_face(database: str, client: Callable[..., Client]) -> None:
     """One sentence says what it is called here; what makes locks says which of them has blocks."""
     django, plain, asynchronous = client("django"), client("engine"), client("async engine")
-    locks: list[Any] = [django.lock(), dblock.db_locks("a", "b"), dblock.db_rwlock("rw").read()]
-    for lock in locks:
+    for what in ("lock", "several", "reader"):
         with pytest.raises(TypeError, match=r"`with lock\.atomic\(\):`"):
-            lock.begin(plain.engine)
+            FAMILY[what](django.subject.api).begin(plain.engine)
     for holder, words in ((plain, "`with lock"), (asynchronous, "`async with lock")):
-        engine: Any = holder.engine
-        locks = [holder.lock(), sqlalchemy_dblock.db_locks(engine, "a", "b")]
-        for lock in (*locks, sqlalchemy_dblock.db_semaphore(engine, "s").permit()):
+        for what in ("lock", "several", "permit"):
             with pytest.raises(TypeError, match=rf"{words}\.begin\(given\):`"):
-                lock.atomic(durable=True)
-    makers: list[Any] = [dblock.db_rwlock("rw"), sqlalchemy_dblock.db_rwlock(plain.engine, "rw")]
-    makers += [dblock.db_semaphore("s"), sqlalchemy_dblock.db_semaphore(plain.engine, "s")]
-    for maker, words in zip(makers, [r"\.read\(\) or \.write\(\)"] * 2 + [r"\.permit\(\)"] * 2, strict=True):
-        for name in ("atomic", "begin"):
+                FAMILY[what](holder.subject.api).atomic(durable=True)
+    makers = {"db_rwlock": r"\.read\(\) or \.write\(\)", "db_semaphore": r"\.permit\(\)"}
+    for maker, words in makers.items():
+        for holder, name in itertools.product((django, plain), ("atomic", "begin")):
             with pytest.raises(TypeError, match=words):
-                getattr(maker, name)(using="default")
+                getattr(holder.subject.api(maker, "k"), name)(using="default")
     majority: Any = sqlalchemy_dblock.db_quorum_lock([create_engine(f"sqlite:///{each}.db") for each in "abc"], "k")
     with pytest.raises(TypeError, match="use `with`, and fenced_update"):
         majority.begin(plain.engine)
@@ -804,17 +768,9 @@ def test_what_is_refused_on_sqlalchemys_face(
     for wrong in (None, 5, Session, "k", create_engine if holder.asynchronous else create_async_engine):
         with pytest.raises(TypeError, match="sessionmaker or (Async)?Session"):
             lock.begin(wrong)
+    enter = inside if holder.asynchronous else ainside
     with pytest.raises(TypeError, match="`async with`" if holder.asynchronous else "use `with`"):
-        if holder.asynchronous:
-            with lock.begin(holder.engine):
-                pytest.fail("unreachable")
-        else:
-
-            async def inside() -> None:
-                async with lock.begin(holder.engine):
-                    pytest.fail("unreachable")
-
-            asyncio.run(inside())
+        asyncio.run(enter(lock.begin(holder.engine)))
     if "scoped" not in kind and "maker" in kind:
         with pytest.raises(TypeError, match="scoped_session"):
             holder.guarded(lock)(print)
@@ -872,15 +828,6 @@ def test_a_transaction_that_guards_nothing(
 
 # -- beside these blocks: the end of a plain `with`
 
-FAMILY: dict[str, Callable[..., Any]] = {
-    "lock": lambda face, first, options: face.db_lock(*first, "k", **options),
-    "several": lambda face, first, options: face.db_locks(*first, "a", "b", **options),
-    "reader": lambda face, first, options: face.db_rwlock(*first, "rw", **options).read(),
-    "writer": lambda face, first, options: face.db_rwlock(*first, "rw", **options).write(),
-    "permit": lambda face, first, options: face.db_semaphore(*first, "s", permits=1, **options).permit(),
-    "semaphore": lambda face, first, options: face.db_semaphore(*first, "s", permits=1, **options),
-    "leader": lambda face, first, options: face.db_leader(*first, "l", **options),
-}
 PLAIN = [(kind, what, False) for kind in ("django", "engine", "async engine") for what in FAMILY]
 PLAIN += [("async engine", what, True) for what in FAMILY if what not in {"permit", "semaphore"}]
 
@@ -892,20 +839,12 @@ def test_a_loss_at_the_end_of_a_plain_with(
 ) -> None:
     """Its message says that it says nothing of what was committed, also where it has cancelled the body."""
     holder = client(kind)
-    face: Any = dblock if holder.django else sqlalchemy_dblock
-    first = () if holder.django else (holder.engine,)
-    options = {"ttl": 30.0} | ({"using": holder.alias} if holder.django else {})
-    lock = FAMILY[what](face, first, options | ({"interrupt": True} if interrupt else {}))
-
-    def lose() -> None:
-        hold = next(iter(runtime.current.watchdog._holds))
-        hold.lease.trusted_until = 0.0
-        assert hold.lease.lose()
-        runtime.current.watchdog.announce(hold)
+    options: dict[str, Any] = {"interrupt": True} if interrupt else {}
+    lock = FAMILY[what](partial(holder.subject.api, ttl=30.0, **options))
 
     async def within() -> None:
         async with lock:
-            lose()
+            lose(next(iter(runtime.current.watchdog._holds)))
             await asyncio.sleep(20 if interrupt else 0)
 
     with pytest.raises(LockLost) as caught:
@@ -913,7 +852,7 @@ def test_a_loss_at_the_end_of_a_plain_with(
             on_loop(within())
         else:
             with lock:
-                lose()
+                lose(next(iter(runtime.current.watchdog._holds)))
     assert str(caught.value).count(SAYS_NOTHING) == 1
     assert str(caught.value).endswith(SAYS_NOTHING)
 
@@ -931,9 +870,7 @@ def test_one_object_in_several_threads(database: str, client: Callable[..., Clie
     def enter(_: int) -> None:
         for _ in range(5):
             with block as given:
-                on = Django(holder.alias) if holder.django else given
-                [(last,)] = on.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
-                on.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
+                increment(Django(holder.alias) if holder.django else given)
         if holder.django:
             connections.close_all()
 
@@ -952,8 +889,7 @@ def test_one_object_in_several_tasks(database: str, client: Callable[..., Client
     async def enter(cancelled: bool) -> None:
         for _ in range(5):
             async with block as given:
-                [(last,)] = await given.execute(text("SELECT coalesce(max(n), 0) FROM guarded"))
-                await given.execute(text(f"INSERT INTO guarded VALUES ({last + 1})"))
+                await given.run_sync(increment)
                 if cancelled:
                     raise asyncio.CancelledError
 
@@ -1083,21 +1019,15 @@ def test_a_loss_interrupts_the_body_alone(database: str, client: Callable[..., C
     async def main() -> str:
         async with holder.guarded(lock) as given:
             await given.execute(text("INSERT INTO guarded VALUES (1)"))
-            [hold] = lock._holds()
-
-            def loss() -> None:
-                hold.lease.trusted_until = 0.0
-                assert hold.lease.lose()
-                runtime.current.watchdog.announce(hold)
-
+            hold = hold_of(lock)
             if moment == "in the body":
-                loss()
+                lose(hold)
                 await asyncio.sleep(20)
                 pytest.fail("unreachable")
             target = getattr(given, "sync_session", getattr(given, "sync_connection", given))
 
             def slow(*_: object) -> None:
-                loss()
+                lose(hold)
                 await_only(asyncio.sleep(0.1))
 
             event.listen(target, "before_commit" if "session" in kind else "commit", slow)
@@ -1127,15 +1057,13 @@ def test_a_loss_in_the_commit_interrupts_the_body_around_it(database: str, clien
         async with lock:
             async with holder.guarded(lock) as given:
                 await given.execute(text("INSERT INTO guarded VALUES (1)"))
-                [hold] = lock._holds()
+                hold = hold_of(lock)
 
-                def lose(*_: object) -> None:
-                    hold.lease.trusted_until = 0.0
-                    assert hold.lease.lose()
-                    runtime.current.watchdog.announce(hold)
+                def slow(*_: object) -> None:
+                    lose(hold)
                     await_only(asyncio.sleep(0.1))
 
-                event.listen(given.sync_connection, "commit", lose)
+                event.listen(given.sync_connection, "commit", slow)
             told.append("committed")
             await asyncio.sleep(20)
             pytest.fail("unreachable")
@@ -1153,11 +1081,8 @@ def test_a_loss_in_the_commit_of_a_task(database: str, client: Callable[..., Cli
     holder = client(kind)
     lock, told = holder.lock(ttl=30), list[str]()
 
-    def lose(*_: object) -> None:
-        [hold] = lock._holds()
-        hold.lease.trusted_until = 0.0
-        assert hold.lease.lose()
-        runtime.current.watchdog.announce(hold)
+    def committing(*_: object) -> None:
+        lose(hold_of(lock))
         told.append("lost")
 
     former = signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
@@ -1166,9 +1091,9 @@ def test_a_loss_in_the_commit_of_a_task(database: str, client: Callable[..., Cli
             with holder.guarded(lock) as given:
                 write(Django(holder.alias) if holder.django else given)
                 if holder.django:
-                    before(connections[holder.alias], "commit", lose)
+                    before(connections[holder.alias], "commit", committing)
                 else:
-                    event.listen(given, "commit", lose)
+                    event.listen(given, "commit", committing)
             pytest.fail("unreachable")
     finally:
         signal.signal(SIG_SOFT_TIMEOUT, former)
@@ -1190,15 +1115,13 @@ def test_a_cancellation_of_the_commit_comes_as_it_is(
     async def main() -> None:
         async with holder.guarded(lock) as given:
             await given.execute(text("INSERT INTO guarded VALUES (1)"))
-            [hold] = lock._holds()
+            hold = hold_of(lock)
             task = asyncio.current_task()
             assert task is not None
 
             def slow(*_: object) -> None:
                 if lost:
-                    hold.lease.trusted_until = 0.0
-                    assert hold.lease.lose()
-                    runtime.current.watchdog.announce(hold)
+                    lose(hold)
                 asyncio.get_running_loop().call_soon(task.cancel)
                 await_only(asyncio.sleep(0.1))
 
@@ -1252,15 +1175,14 @@ def test_a_block_inside_a_with_that_has_lost_the_lock(database: str, client: Cal
     user = client(kind)
     lock, inner = user.lock(), user.lock()
 
-    def lose() -> None:
-        [hold] = lock._holds()
-        hold.lease.trusted_until = 0.0
+    def unnoticed() -> None:
+        pause(lock)
         end_lease(database)
 
     async def within() -> None:
         with contextlib.suppress(LockLost):
             async with lock:
-                lose()
+                unnoticed()
                 with pytest.raises(LockLost):
                     async with user.guarded(inner) as given:
                         await given.run_sync(write)
@@ -1269,7 +1191,7 @@ def test_a_block_inside_a_with_that_has_lost_the_lock(database: str, client: Cal
         on_loop(within())
     else:
         with contextlib.suppress(LockLost), lock:
-            lose()
+            unnoticed()
             with pytest.raises(LockLost):
                 user.block(inner, write)
     assert notes(database) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -56,31 +57,23 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.current.watchdog.wake()
 
 
-class kept:  # noqa: N801 - reads as a word
+@contextlib.contextmanager
+def kept(plain: Subject, most: int) -> Iterator[Subject]:
     """A subject whose history is kept while the block lasts."""
-
-    def __init__(self, subject: Subject, most: int) -> None:
-        self.subject, self.most = subject, most
-
-    def __enter__(self) -> Subject:
-        plain = self.subject
-        run(plain.database, "DELETE FROM lock_events")
-        self.settings = override_settings(DBLOCK={"HISTORY": self.most} if plain.variant == "django" else {})
-        self.settings.enable()
-        options = {"dblock_history": self.most}
-        self.own: Subject = plain if plain.variant == "django" else plain.over(execution_options=options)
-        return self.own
-
-    def __exit__(self, *_: object) -> None:
-        watchdog = runtime.current.watchdog
-        assert until(lambda: not watchdog._to_write, 10)
-        observers.clear()
-        watchdog.histories = None
-        self.settings.disable()
-        if "engine" in self.own.__dict__:
-            disposing = Actor(self.own)
-            disposing.do(self.own.engine.dispose)
-            disposing.close()
+    run(plain.database, "DELETE FROM lock_events")
+    django, watchdog = plain.variant == "django", runtime.current.watchdog
+    own = plain if django else plain.over(execution_options={"dblock_history": most})
+    with override_settings(DBLOCK={"HISTORY": most} if django else {}):
+        try:
+            yield own
+        finally:
+            assert until(lambda: not watchdog._to_write, 10)
+            observers.clear()
+            watchdog.histories = None
+    if not django:
+        disposing = Actor(own)
+        disposing.do(own.engine.dispose)
+        disposing.close()
 
 
 def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
@@ -169,7 +162,9 @@ def test_a_tenure_has_ended_before_the_next_began() -> None:
 def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
     monkeypatch.setattr(history, "OF_KEY", 4)
-    with _nothing_written():
+    assert until(lambda: not runtime.current.watchdog._to_write, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(history.Histories, "begin", lambda *_, **__: iter(()))  # nothing is written meanwhile
         for _ in range(5):
             actor.within(protocol.lock("busy"))
         actor.within(protocol.lock("k"))
@@ -193,18 +188,6 @@ def test_the_table_is_bounded(protocol: Subject) -> None:
         assert until(lambda: not runtime.current.watchdog._to_write and rows() <= 20, 10), rows()
         assert [event.kind for event in written(own, 2, "k59")] == ["acquired", "released"]
         actor.close()
-
-
-class _nothing_written:  # noqa: N801 - reads as a word
-    """While the block lasts."""
-
-    def __enter__(self) -> None:
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
-        self.begin = history.Histories.begin
-        history.Histories.begin = lambda *_, **__: iter(())  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        history.Histories.begin = self.begin  # type: ignore[method-assign]
 
 
 def test_a_process_that_ends_at_once(sync_protocol: Subject) -> None:

@@ -27,13 +27,10 @@ from dblock.core.errors import (
 )
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.bookkeeping import forget
-from dblock.core.lock.executor import BaseStore
-from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Execute, Rows
-from dblock.operating import administration
-from tests.conftest import ALIASES, timed
+from tests.conftest import timed
+from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import remaining, renewed, until
+from tests.support.lab import fail, remaining, renewed, until
 from tests.support.subjects import Actor, Subject
 
 KEY = "k"
@@ -45,14 +42,7 @@ def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(**options: Any) -> Any:
-        if subject.variant == "django":
-            from dblock import db_leader as django_leader
-
-            made.append(django_leader(KEY, using=ALIASES[subject.database], **options))
-        else:
-            from sqlalchemy_dblock import db_leader
-
-            made.append(db_leader(subject.engine, KEY, **options))
+        made.append(subject.api("db_leader", KEY, **options))
         return made[-1]
 
     yield make
@@ -60,13 +50,6 @@ def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
     for leader in made:
         cleaner.call(leader, "stop")
     cleaner.close()
-
-
-def administered(subject: Subject, actor: Actor, leader: Any, what: Callable[..., Any]) -> Any:
-    """What an operator does to the row of the leader."""
-    store = leader._lock._place.store()
-    steps = what(store, KEY, subject.row(KEY)["fence"], "root: maintenance")
-    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps))
 
 
 def test_who_is_elected_leads_until_it_resigns(
@@ -130,15 +113,11 @@ def test_a_leader_that_is_deposed_is_told(either: Subject, actor: Actor, candida
             leader.check()
 
     with pytest.raises(LockLost) as caught:
-        actor.within(leader, in_a_thread(body) if either.face == "async" else body)
+        actor.within(leader, either.aside(body))
     assert caught.value.key == KEY
     assert until(lambda: told == [(leader, Reason.TAKEN_OVER)])
     either.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
     assert actor.call(leader, "campaign", timeout=5) is True
-
-
-def in_a_thread(body: Callable[[], object]) -> Callable[[], Any]:
-    return lambda: asyncio.to_thread(body)
 
 
 def test_a_leader_that_was_asked_to_resign_is_told(
@@ -148,7 +127,7 @@ def test_a_leader_that_was_asked_to_resign_is_told(
     told: list[tuple[Any, str]] = []
     leader = candidate(on_revoke=lambda *given: told.append(given))
     assert actor.call(leader, "campaign")
-    assert administered(either, actor, leader, administration.revoke)
+    assert Desk(either).revoke(KEY, leader.term, "root: maintenance")
     assert until(lambda: told == [(leader, "root: maintenance")])
     assert leader.is_leader
     with pytest.raises(LockRevoked):
@@ -166,35 +145,11 @@ def test_with_is_one_term(face: Subject, actor: Actor, other: Actor, candidate: 
     assert actor.call(first, "campaign")
     with pytest.raises(LockTimeout, match="could not acquire 'k'"):
         other.within(hasty)
-    waiting = other.start(lambda: entered(face, second))
+    waiting = other.enter(second)
     assert until(lambda: waiters(face) == 1)
     actor.call(second, "resign")
     with pytest.raises(LockError, match="was withdrawn"):
         waiting.result(10)
-
-
-def entered(subject: Subject, leader: Any) -> Any:
-    if subject.face == "sync":
-        with leader:
-            return None
-
-    async def block() -> None:
-        async with leader:
-            pass
-
-    return block()
-
-
-def _within(subject: Subject, leader: Any, body: Callable[[], object]) -> Any:
-    if subject.face == "sync":
-        with leader:
-            return body()
-
-    async def block() -> None:
-        async with leader:
-            await asyncio.to_thread(body)
-
-    return block()
 
 
 def test_run_leads_again_and_again(
@@ -217,14 +172,8 @@ def test_run_leads_again_and_again(
             assert until(lambda: not leader.is_leader, 30)
 
     run = leader.run(body if face.face == "sync" else asynchronous(body))
-    perform, outages = BaseStore._perform, iter(range(1))
-
-    def failing(self: Any, connection: Any, step: Execute) -> Rows:
-        if step.statement.name in {"take", "create"} and next(outages, None) is not None:
-            raise LockStoreError("away")
-        return perform(self, connection, step)
-
-    monkeypatch.setattr(BaseStore, "_perform", failing)
+    outages = iter([True])
+    fail(monkeypatch, LockStoreError, "take", "create", when=lambda: next(outages, None))
     running = actor.start(run)
     assert goes_on.wait(30)
     assert leader.term == terms[-1]
@@ -279,20 +228,12 @@ def test_a_release_that_the_database_refuses_can_be_sent_again(
     """The belief is over all the same."""
     leader = candidate()
     assert actor.call(leader, "campaign")
-    perform = BaseStore._perform
-    away = [True]
-
-    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
-        if away[0] and step.statement.name == "release":
-            raise LockStoreError("out of order")
-        return perform(self, connection, step)
-
-    monkeypatch.setattr(BaseStore, "_perform", failing)
-    with pytest.raises(LockStoreError):
-        actor.call(leader, "resign")
+    with monkeypatch.context() as patch:
+        fail(patch, LockStoreError, "release")
+        with pytest.raises(LockStoreError):
+            actor.call(leader, "resign")
     assert not leader.is_leader
     assert either.row(KEY)["owner"]
-    away[0] = False
     actor.call(leader, "resign")
     assert either.row(KEY)["owner"] is None
     assert actor.call(leader, "campaign") is True
@@ -324,14 +265,7 @@ def test_a_leader_object_that_is_dropped_leads_no_more(
     either: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:
     """Its lease is not renewed."""
-    if either.variant == "django":
-        from dblock import db_leader as django_leader
-
-        leader: Any = django_leader(KEY, using=ALIASES[either.database], ttl=1.5)
-    else:
-        from sqlalchemy_dblock import db_leader
-
-        leader = db_leader(either.engine, KEY, ttl=1.5)
+    leader = either.api("db_leader", KEY, ttl=1.5)  # which no fixture keeps
     assert actor.call(leader, "campaign")
     assert renewed(either)
     assert leader.is_leader
@@ -427,7 +361,7 @@ def test_a_term_that_was_resigned_is_not_released_under_its_body(
         inside.set()
         assert go_on.wait(30)
 
-    running = actor.start(lambda: _within(either, leader, body))
+    running = actor.enter(leader, either.aside(body))
     assert inside.wait(30)
     resigning = other.start(getattr(leader, either.method("resign")))
     assert until(lambda: not leader.is_leader)
@@ -457,14 +391,7 @@ def test_an_outage_does_not_end_run(
         terms.append(term)
         assert go_on.wait(30)
 
-    perform = BaseStore._perform
-
-    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
-        if away.is_set() and step.statement.name in {"take", "create", "release"}:
-            raise StoreConflict("away")
-        return perform(self, connection, step)
-
-    monkeypatch.setattr(BaseStore, "_perform", failing)
+    fail(monkeypatch, StoreConflict, "take", "create", "release", when=away.is_set)
     running = actor.start(leader.run(body if either.face == "sync" else asynchronous(body)))
     assert until(lambda: len(terms) == 1)
     resigning = other.start(getattr(leader, either.method("resign")))
@@ -532,20 +459,14 @@ def test_a_body_whose_release_fails(
 ) -> None:
     """The flow that resigned from elsewhere sends the release again."""
     leader, inside, go_on = candidate(), threading.Event(), threading.Event()
-    perform, failures = BaseStore._perform, iter([True])
-
-    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
-        if step.statement.name == "release" and next(failures, None):
-            raise LockStoreError("out of order")
-        return perform(self, connection, step)
-
-    monkeypatch.setattr(BaseStore, "_perform", failing)
+    failures = iter([True])
+    fail(monkeypatch, LockStoreError, "release", when=lambda: next(failures, None))
 
     def body() -> None:
         inside.set()
         assert go_on.wait(30)
 
-    running = actor.start(lambda: _within(either, leader, body))
+    running = actor.enter(leader, either.aside(body))
     assert inside.wait(30)
     resigning = other.start(getattr(leader, either.method("resign")))
     assert until(lambda: not leader.is_leader)

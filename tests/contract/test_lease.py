@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 
-from dblock import observe
+from dblock import db_leader, db_quorum_lock, observe
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.log import log, warn
 from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.tokens import valid_token
+from sqlalchemy_dblock import db_lock
 from tests.support.lab import expire, renew, renewed, until
 from tests.support.subjects import Actor, Subject
 
@@ -155,22 +158,15 @@ def test_late_renewals_are_a_risk_until_one_succeeds(
 def test_every_loss_has_its_reason(protocol: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """The lease that simply ends, the capped one, and those that strangers took over, freed and deleted: each is told
     once, off the holder's thread, with a lock that can still be asked."""
-    options: dict[str, dict[str, Any]] = {
-        "ends": {"ttl": 0.3, "renew": False},
-        "capped": {"ttl": 0.6, "max_hold": 0.7},
-        "taken": {"ttl": 0.6},
-        "freed": {"ttl": 0.6},
-        "gone": {"ttl": 0.6},
+    losses: dict[str, tuple[Reason, dict[str, Any]]] = {
+        "ends": (Reason.EXPIRED, {"ttl": 0.3, "renew": False}),
+        "capped": (Reason.EXPIRED, {"ttl": 0.6, "max_hold": 0.7}),
+        "taken": (Reason.TAKEN_OVER, {"ttl": 0.6}),
+        "freed": (Reason.FREED, {"ttl": 0.6}),
+        "gone": (Reason.GONE, {"ttl": 0.6}),
     }
-    reasons = {
-        "ends": Reason.EXPIRED,
-        "capped": Reason.EXPIRED,
-        "taken": Reason.TAKEN_OVER,
-        "freed": Reason.FREED,
-        "gone": Reason.GONE,
-    }
-    witnesses = {key: Witness() for key in options}
-    locks = {key: protocol.lock(key, on_lost=witnesses[key], **given) for key, given in options.items()}
+    witnesses = {key: Witness() for key in losses}
+    locks = {key: protocol.lock(key, on_lost=witnesses[key], **options) for key, (_, options) in losses.items()}
     home = actor.do(threading.get_ident)
     began: dict[str, float] = {}
     with caplog.at_level(logging.DEBUG, logger="dblock"):
@@ -197,7 +193,7 @@ def test_every_loss_has_its_reason(protocol: Subject, actor: Actor, caplog: pyte
         for act in (partial(actor.do, lock.check), partial(actor.call, lock, "release")):
             with pytest.raises(LockLost) as caught:
                 act()
-            assert (caught.value.key, caught.value.reason) == (key, reasons[key])
+            assert (caught.value.key, caught.value.reason) == (key, losses[key][0])
             if key == "taken":
                 assert caught.value.holder is not None
                 assert caught.value.holder.identity.host == "elsewhere"
@@ -213,7 +209,7 @@ def test_every_loss_has_its_reason(protocol: Subject, actor: Actor, caplog: pyte
     time.sleep(0.1)
     for key, witness in witnesses.items():
         [(told, reason, thread, fence, state)] = witness.seen
-        assert (told, reason, fence, state) == (locks[key], reasons[key], fences[key], "lost"), key
+        assert (told, reason, fence, state) == (locks[key], losses[key][0], fences[key], "lost"), key
         assert thread != home
     assert not any(owner in caplog.text for owner in owners)
 
@@ -657,8 +653,6 @@ def test_the_owner_is_in_no_repr(either: Subject, actor: Actor, other: Actor) ->
         actor.get(lock, "sequencer"),
         base64.b64decode(actor.get(lock, "sequencer").split(".")[-1] + "==").decode(),
     ]
-    from dblock.core.tokens import valid_token
-
     token = actor.call(lock, "detach")
     known = valid_token(token)
     shown += [repr(known), str(known), repr(actor.do(lock._hold))]
@@ -811,30 +805,22 @@ def test_a_body_is_interrupted_by_the_loss(async_face: Subject, actor: Actor) ->
             seen.append("cancelled")
             raise
 
-    async def main(decorated: bool) -> None:
-        lock = async_face.lock("k", ttl=0.3, renew=False, interrupt=True)
-        with pytest.raises(LockLost) as caught:
-            if decorated:
-                await lock(body)()
-            else:
-                async with lock:
-                    await body()
-        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-        task = asyncio.current_task()
-        assert task is not None
-        seen.append((caught.value.reason, task.cancelling()))
-        await asyncio.sleep(0)
+    def lock() -> Any:
+        return async_face.lock("k", ttl=0.3, renew=False, interrupt=True)
 
     began = time.monotonic()
-    for decorated in (False, True):
-        actor.do(partial(main, decorated))
+    ways: tuple[Callable[[], Any], ...] = (lambda: actor.within(lock(), body), lambda: actor.do(lock()(body)))
+    for way in ways:
+        with pytest.raises(LockLost) as caught:
+            way()
+        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+        seen.append((caught.value.reason, actor.do(lambda: asyncio.current_task().cancelling())))  # type: ignore[union-attr]
     assert seen == ["cancelled", (Reason.EXPIRED, 0)] * 2
     assert time.monotonic() - began < 20
 
 
 def test_an_interrupted_body_learns_the_reason(async_face: Subject, actor: Actor) -> None:
     """Also when a stranger took the key over long before the end of the lease; what the body raises instead is kept."""
-    seen: list[Any] = []
 
     async def body() -> None:
         async_face.run(STEAL, key="k")
@@ -844,33 +830,22 @@ def test_an_interrupted_body_learns_the_reason(async_face: Subject, actor: Actor
         except asyncio.CancelledError:
             raise ZeroDivisionError from None
 
-    async def main() -> None:
-        with pytest.raises(LockLost) as caught:
-            async with async_face.lock("k", ttl=20, interrupt=True):
-                await body()
-        task = asyncio.current_task()
-        assert task is not None
-        seen.append((caught.value.reason, type(caught.value.__context__), task.cancelling()))
-
-    actor.do(main)
-    assert seen == [(Reason.TAKEN_OVER, ZeroDivisionError, 0)]
+    with pytest.raises(LockLost) as caught:
+        actor.within(async_face.lock("k", ttl=20, interrupt=True), body)
+    assert (caught.value.reason, type(caught.value.__context__)) == (Reason.TAKEN_OVER, ZeroDivisionError)
+    assert actor.do(lambda: asyncio.current_task().cancelling()) == 0  # type: ignore[union-attr]
 
 
 def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> None:
     """Whether the lock is alive, lost, or lost at that very moment; and a timeout around it stays a TimeoutError."""
 
-    async def hold(ttl: float, lost: asyncio.Event | None = None) -> None:
-        def note(lock: Any, reason: Any) -> None:
-            if lost is not None:
-                loop.call_soon_threadsafe(lost.set)
-
-        loop = asyncio.get_running_loop()
-        async with async_face.lock("k", ttl=ttl, renew=False, interrupt=True, on_lost=note):
+    async def hold() -> None:
+        async with async_face.lock("k", ttl=30, renew=False, interrupt=True):
             await asyncio.sleep(30)
 
     async def main() -> list[Any]:
         results: list[Any] = []
-        task = asyncio.create_task(hold(30))
+        task = asyncio.create_task(hold())
         while not async_face.run("SELECT owner FROM locks WHERE owner IS NOT NULL"):  # noqa: ASYNC110 - another task's
             await asyncio.sleep(0.01)
         task.cancel()
@@ -892,7 +867,7 @@ def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> 
 
         async def slow() -> None:
             async with asyncio.timeout(0.1):
-                await hold(30)
+                await hold()
 
         results += await asyncio.gather(asyncio.create_task(slow()), return_exceptions=True)
         return results
@@ -902,12 +877,8 @@ def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> 
     assert async_face.row("k")["owner"] is None
 
 
-def test_only_loops_are_interrupted(async_face: Subject) -> None:
+def test_only_loops_are_interrupted() -> None:
     """A lock that runs in threads only refuses the option."""
-    from sqlalchemy import create_engine
-
-    from sqlalchemy_dblock import db_lock
-
     with pytest.raises(TypeError, match="interrupt"):
         db_lock(create_engine("sqlite://"), "k", interrupt=True)
 
@@ -915,8 +886,6 @@ def test_only_loops_are_interrupted(async_face: Subject) -> None:
 @pytest.mark.parametrize("subject", [Subject("django", "sync", "sqlite")], ids=str, indirect=True)
 def test_a_with_refuses_to_be_interrupted(subject: Subject) -> None:
     """Django's locks can be used in a `with` and in an `async with`; the former would ignore the option."""
-    from dblock import db_leader, db_quorum_lock
-
     lock, led = subject.lock("k", interrupt=True), list[int]()
     many = db_quorum_lock("k", using=["default", "postgresql", "mariadb"], interrupt=True)
     for each in (lock, many, db_leader("k", interrupt=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,16 @@ from tests.support.subjects import Actor, Subject
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the statements that are sent, but for those of the watchdog."""
-    names: list[str] = []
+    names, perform = list[str](), BaseStore._perform
 
-    def recording(perform: Callable[..., Any]) -> Callable[..., Any]:
-        def performing(*args: Any) -> Any:
-            names.append(args[-1].statement.name)
-            return perform(*args)
+    def recording(*args: Any) -> Any:
+        names.append(args[-1].statement.name)
+        return perform(*args)
 
-        return performing
-
-    monkeypatch.setattr(BaseStore, "_perform", recording(BaseStore._perform))
-    yield names
+    monkeypatch.setattr(BaseStore, "_perform", recording)
+    return names
 
 
 @pytest.fixture
@@ -140,12 +137,7 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     with pytest.raises(LockTimeout, match="first"):
         last.within(either.lock("k", timeout=0.1))
     fourth, waits = start(either, patient)
-
-    async def give_up() -> None:
-        async with either.within(late):
-            pass
-
-    third = last.start(give_up)
+    third = last.enter(late)
     assert until(lambda: lined_up(either) == 3)
     actor.call(holder, "release")
     assert second.result(5) is True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import astuple
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -305,8 +308,6 @@ BAD_ARGUMENTS: list[tuple[tuple[Any, ...], type[Exception]]] = [
 
 def test_acquire_refuses_what_an_rlock_refuses(either: Subject, actor: Actor) -> None:
     """With the same errors, before any I/O."""
-    import threading
-
     for args, error in BAD_ARGUMENTS:
         with pytest.raises(error):
             threading.RLock().acquire(*args)
@@ -469,8 +470,6 @@ def test_a_plain_counter_counts(either: Subject, actors: Callable[[int], list[Ac
 
 def test_errors_share_one_root(either: Subject, actor: Actor) -> None:
     """`except LockError` catches everything that the lock raises on purpose, and pickling keeps the facts."""
-    import pickle
-
     with pytest.raises(LockError) as caught:
         actor.call(either.lock("k"), "release")
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -479,8 +478,6 @@ def test_errors_share_one_root(either: Subject, actor: Actor) -> None:
 
 def test_what_is_held_stays_where_it_is(face: Subject, actor: Actor) -> None:
     """A lock of Django's can be sent to another process, and its copy holds nothing; one that is held cannot."""
-    import pickle
-
     lock = face.lock("k", ttl=7)
     if face.variant == "sqlalchemy":
         with pytest.raises(TypeError, match="as the engine cannot: send the key, or detach"):
@@ -495,8 +492,6 @@ def test_what_is_held_stays_where_it_is(face: Subject, actor: Actor) -> None:
 
 def vars_of(info: Any) -> str:
     """All that a LockInfo has in it, also what its repr hides."""
-    from dataclasses import astuple
-
     return str(astuple(info))
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,12 +29,13 @@ from dblock.celery import states
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
 from dblock.core.protocol.drive import drive
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.base import Statement, Tables
+from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_tables
 from dblock.models import table
 from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata, metadata_for, reap
 from tests.conftest import INNODB, observer, url
+from tests.contract.test_driver_errors import statements
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
 from tests.support.lab import hold_of, renew, until
@@ -110,13 +110,6 @@ def place(database: str, tmp_path: Path) -> Iterator[Place]:
     place.engine.dispose()
     if place.database in INNODB:
         place.sql(f"DROP DATABASE {place.home}_ops")
-
-
-def statements(dialect: Any) -> Iterator[Statement]:
-    for part in (dialect, dialect.queue):
-        for field in fields(part):
-            if isinstance(each := getattr(part, field.name), Statement):
-                yield each
 
 
 @pytest.mark.parametrize("vendor", DIALECTS)
@@ -310,10 +303,18 @@ def test_tables_of_another_application(place: Place) -> None:
     engine.dispose()
 
 
-def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E005, and not the database's words for it; none for our own tables, nor without any."""
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a database of its own, which Django knows as `other`."""
     path = tmp_path / "other.sqlite3"
     monkeypatch.setitem(connections.settings, "other", {**connections.settings["default"], "NAME": str(path)})
+    yield path
+    connections["other"].close()
+    del connections["other"]
+
+
+def test_django_names_them_before_it_migrates(path: Path) -> None:
+    """E005, and not the database's words for it; none for our own tables, nor without any."""
     with override_settings(DBLOCK={"USING": "other"}):
         assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
         with contextlib.closing(sqlite3.connect(path)) as database:
@@ -324,14 +325,10 @@ def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytes
             database.execute("DROP TABLE lock_waiters")
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
         assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
-    connections["other"].close()
-    del connections["other"]
 
 
-def test_tables_that_migrate_did_not_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_migrate_did_not_make(path: Path) -> None:
     """W010 says how it takes them over, which it does; silence where it would not make them."""
-    path = tmp_path / "other.sqlite3"
-    monkeypatch.setitem(connections.settings, "other", {**connections.settings["default"], "NAME": str(path)})
     engine = create_engine(f"sqlite:///{path}")
     metadata.create_all(engine)
     engine.dispose()
@@ -353,8 +350,6 @@ def test_tables_that_migrate_did_not_make(tmp_path: Path, monkeypatch: pytest.Mo
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
         with db_lock_of_django("k"):
             pass
-    connections["other"].close()
-    del connections["other"]
 
 
 def test_settings_that_make_no_name() -> None:

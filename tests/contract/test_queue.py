@@ -11,10 +11,10 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
-from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import SELDOM, timed
+from tests.contract.conftest import AXES
 from tests.support.lab import PROTOCOL, remaining, renewed, until
 from tests.support.subjects import Actor, Subject, twin
 
@@ -45,13 +45,8 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the local queue for the key."""
-    return len(labels_in_line(subject))
-
-
-def labels_in_line(subject: Subject) -> list[str]:
-    """Their labels."""
     local_queue = runtime.current.site(subject.lock("k")._place.store()).local_queues.get("k")
-    return [] if local_queue is None else [waiter.request.label for waiter in list(local_queue._waiters)]
+    return 0 if local_queue is None else len(local_queue._waiters)
 
 
 LATER = {
@@ -127,7 +122,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(protocol: Subject, actor: Actor) -> 
 def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
     timed(monkeypatch, attention=60.0, linger=60.0)
-    lock, sent = protocol.lock("k"), list[str]()
+    lock = protocol.lock("k")
     actor.call(lock, "acquire")
     stranger(protocol, 1, 600)
     protocol.run("UPDATE locks SET last_ticket = 1")
@@ -135,21 +130,15 @@ def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pyte
     assert protocol.row("k")["owner"] == "s"
     protocol.run("UPDATE locks SET owner = NULL")
     protocol.run("DELETE FROM lock_waiters")
-    execute = BaseStore.execute
-
-    def noted(store: BaseStore, step: Execute) -> Rows:
-        sent.append(step.statement.name)
-        return execute(store, step)
-
-    monkeypatch.setattr(BaseStore, "execute", noted)
+    sent = listen_in(protocol, monkeypatch)
     actor.within(lock)
-    assert "join" in sent, "it does not believe in a crowd"
+    assert "join" in [name for name, _ in sent], "it does not believe in a crowd"
     timed(monkeypatch, attention=0.3)
     end = time.monotonic() + 0.8
     while time.monotonic() < end:
         sent.clear()
         actor.within(lock)
-    assert [name for name in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
+    assert [name for name, _ in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
 
 
 def test_a_waiter_gets_what_it_asked_for(protocol: Subject, actor: Actor, other: Actor) -> None:
@@ -198,45 +187,28 @@ def test_a_place_is_kept(protocol: Subject, actor: Actor, other: Actor, monkeypa
     other.call(lock, "release")
 
 
-def test_a_dead_heir_loses_the_key_with_its_place(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """A waiter that was killed may still be granted the key; the next one has it when the dead one's place ends."""
-    holder = protocol.lock("k")
-    actor.call(holder, "acquire")
-    stranger(protocol, 7, 1.0)
-    lock, waiting = wait_for(protocol, other)
-    actor.call(holder, "release")
-    assert protocol.row("k")["owner"] == "s"
-    assert waiting.result(5) is True
-    other.call(lock, "release")
+HEIRS: list[tuple[Subject, dict[str, Any]]] = [
+    *((each, options) for each in AXES["protocol"] for options in ({}, {"renew": False})),
+    *((PROTOCOL[1], options) for options in ({"grace": 1}, {"max_hold": 2})),
+]
+"""Waiters with other options send the same statement as those that are not renewed: one database is enough."""
 
 
-@pytest.mark.parametrize("options", [{}, {"renew": False}], ids=str)
+@pytest.mark.parametrize(("subject", "options"), HEIRS, indirect=["subject"], ids=str)
 def test_an_heir_begins_on_the_lease_of_its_place(
-    protocol: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a statement of its own; the first renewal makes the lease whole. Where none will come, it asks first."""
-    begins_on_its_place(protocol, actor, other, options, monkeypatch)
-
-
-@pytest.mark.parametrize("options", [{"grace": 1}, {"max_hold": 2}], ids=str)
-@pytest.mark.parametrize("subject", PROTOCOL[1:2], indirect=True, ids=str)
-def test_an_heir_with_other_options_asks_first(
     subject: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same statement as one that is not renewed."""
-    begins_on_its_place(subject, actor, other, options, monkeypatch)
+    """Without a statement of its own; the first renewal makes the lease whole.
 
-
-def begins_on_its_place(
-    protocol: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not protocol.lock("k")._place.store().renewable:
+    Where none will come, or with other options, it asks first.
+    """
+    if not subject.lock("k")._place.store().renewable:
         pytest.skip("nobody keeps its place")
     timed(monkeypatch, waiter_ttl=1.2)
-    holder = protocol.lock("k")
+    holder = subject.lock("k")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(protocol, other, ttl=20, **options)
-    sent = listen_in(protocol, monkeypatch)
+    lock, waiting = wait_for(subject, other, ttl=20, **options)
+    sent = listen_in(subject, monkeypatch)
     actor.call(holder, "release")
     assert waiting.result(30) is True
     left = other.get(lock, "remaining")
@@ -245,7 +217,7 @@ def begins_on_its_place(
         assert left > 18
     elif not accepted:  # which is for one that has heard late, or nothing
         assert left <= 1.2
-        assert remaining(protocol) <= 1.2
+        assert remaining(subject) <= 1.2
     if "renew" not in options:
         assert until(lambda: other.get(lock, "remaining") > 18, 3)
     assert other.get(lock, "state") == "held"
@@ -269,17 +241,11 @@ def test_a_lease_is_no_longer_than_was_asked_for(protocol: Subject, actor: Actor
     assert 0 < remaining(protocol) < 1.01
 
 
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody polls, unless a lease ends."""
-    timed(monkeypatch, **SELDOM)
-
-
 def test_no_herd_when_a_lease_ends(
     either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first waiter polls and is granted the key; the others poll later, each after those before it; that is all."""
-    short_waits(monkeypatch)
-    timed(monkeypatch, settle=0.3)
+    timed(monkeypatch, settle=0.3, **SELDOM)
     holder = either.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
     waits = [(other, *wait_for(either, other, fair=False)) for other in actors(5)]  # each as if in another process
@@ -317,17 +283,6 @@ def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
     monkeypatch.setattr(store, "execute", executing)
     return sent
-
-
-def test_a_lease_that_ends_moves_the_queue(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """The holder is gone without a word: the first waiter has the key when the lease ends."""
-    holder = protocol.lock("k", ttl=1.2, renew=False)
-    actor.call(holder, "acquire")
-    lock, waiting = wait_for(protocol, other)
-    assert waiting.result(15) is True
-    assert other.get(lock, "fence") > 0
-    other.call(lock, "release")
-    assert actor.get(holder, "state") == "lost"
 
 
 def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor) -> None:

@@ -20,7 +20,7 @@ from dblock.core.protocol.store import Store
 from dblock.core.watchdog import reaping as background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import ready, run, timed, url
+from tests.conftest import run, timed, url
 from tests.faults.test_shutdown import process
 from tests.support.lab import renewed, until
 from tests.support.subjects import Actor, Subject
@@ -218,9 +218,12 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
     engine.dispose()
 
 
-def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
+def test_renewals_do_not_wait_for_it(
+    subject: Subject, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lease is renewed while a reaping gets no answer, and the watchdog goes on."""
-    subject, go, waits = actor_of_postgresql.subject, threading.Event(), threading.Event()
+    [actor], go, waits = actors(1), threading.Event(), threading.Event()
     engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})
     store = store_for(engine)
     plainly = store.execute
@@ -234,7 +237,7 @@ def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: py
     monkeypatch.setattr(store, "execute", execute)
     try:
         with db_lock(engine, "k", ttl=30) as lock:
-            assert until(lambda: actor_of_postgresql.within(db_lock(engine, "other")) or waits.is_set(), 15)
+            assert until(lambda: actor.within(db_lock(engine, "other")) or waits.is_set(), 15)
             assert renewed(subject, "k")
             assert lock.state == "held"
             assert lock.verify()
@@ -243,11 +246,3 @@ def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: py
         go.set()
     assert until(lambda: not reapers())
     engine.dispose()
-
-
-@pytest.fixture
-def actor_of_postgresql(request: pytest.FixtureRequest) -> Iterator[Actor]:
-    ready(request, "postgresql")
-    actor = Actor(Subject("sqlalchemy", "sync", "postgresql"))
-    yield actor
-    actor.close()

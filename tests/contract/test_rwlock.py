@@ -16,6 +16,8 @@ import pytest
 from django.db import transaction
 from sqlalchemy.orm import Session
 
+import dblock
+import sqlalchemy_dblock
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -29,7 +31,7 @@ from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
-from tests.support.lab import remaining, renewed, until
+from tests.support.lab import PROTOCOL, remaining, renewed, until
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -94,12 +96,11 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     left, both = threading.Event(), threading.Barrier(2)
 
     def enter(actor: Actor, name: str, lock: Any, inside: Callable[[], object]) -> Future[Any]:
-        async def work() -> None:
-            async with protocol.within(lock):
-                order.append(name)
-                _ = inside() if protocol.face == "sync" else await asyncio.to_thread(inside)
+        def body() -> None:
+            order.append(name)
+            inside()
 
-        return actor.start(work)
+        return actor.enter(lock, protocol.aside(body))
 
     done = [enter(flows[0], "r1", rw.read(), partial(left.wait, 30))]
     assert until(lambda: order == ["r1"])
@@ -361,11 +362,8 @@ def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> N
 
 def test_a_reader_among_several(either: Subject, actor: Actor, other: Actor) -> None:
     """db_locks takes ready-made locks of mixed kinds."""
-    if either.variant == "django":
-        from dblock import db_locks
-    else:
-        from sqlalchemy_dblock import db_locks  # type: ignore[assignment]
-    locks = db_locks(either.lock("a"), rwlock(either).read(), either.lock("z"))
+    home: Any = dblock if either.variant == "django" else sqlalchemy_dblock
+    locks = home.db_locks(either.lock("a"), rwlock(either).read(), either.lock("z"))
     actor.call(locks, "acquire")
     assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
     assert other.call(several(either, "z"), "acquire", blocking=False) is False
@@ -373,11 +371,9 @@ def test_a_reader_among_several(either: Subject, actor: Actor, other: Actor) -> 
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reader", "writer"])
-@pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_a_guarded_one_keeps_the_others_out(request: pytest.FixtureRequest, database: str, *, reads: bool) -> None:
+@pytest.mark.parametrize("subject", PROTOCOL[1:], indirect=True, ids=str)
+def test_a_guarded_one_keeps_the_others_out(subject: Subject, *, reads: bool) -> None:
     """Until its transaction ends, whatever becomes of its lease, and also once it has been released."""
-    subject = Subject("sqlalchemy", "sync", database)
-    ready(request, database)
 
     def of(rw: Any, *, reader: bool) -> Any:
         return rw.read() if reader else rw.write()
@@ -405,11 +401,9 @@ def test_a_guarded_one_keeps_the_others_out(request: pytest.FixtureRequest, data
         theirs.release()
 
 
-@pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_a_guard_of_a_neighbour_keeps_no_reader_out(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("subject", PROTOCOL[1:], indirect=True, ids=str)
+def test_a_guard_of_a_neighbour_keeps_no_reader_out(subject: Subject) -> None:
     """Of the next key, of another reader, nor of a reader of the next key: InnoDB may lock gaps between their rows."""
-    subject = Subject("sqlalchemy", "sync", database)
-    ready(request, database)
     for key in ("j", "k"):
         with rwlock(subject, key).read():
             pass
@@ -548,13 +542,3 @@ def test_readers_that_do_not_wait_are_let_in_at_once(protocol: Subject, actors: 
         assert [each.result(30) for each in tries] == [True] * 4
         for flow, read in zip(flows, reads, strict=True):
             flow.call(read, "release")
-
-
-def test_the_fence_of_a_reader_lies_between_those_of_writers(protocol: Subject, actor: Actor) -> None:
-    """Whatever the clock says: it is counted."""
-    rw, fences = rwlock(protocol), list[int]()
-    for lock in (rw.write(), rw.read(), rw.write(), rw.read(), rw.write()):
-        actor.call(lock, "acquire")
-        fences.append(actor.get(lock, "fence"))
-        actor.call(lock, "release")
-    assert fences == sorted(set(fences))

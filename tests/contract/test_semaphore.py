@@ -26,7 +26,7 @@ from dblock.core.errors import (
     WrongKind,
 )
 from dblock.core.values import SHARE
-from tests.conftest import ALIASES, SELDOM, timed
+from tests.conftest import SELDOM, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.support.lab import renewed, until
@@ -37,13 +37,7 @@ Actors = Callable[[int], list[Actor]]
 
 
 def semaphore(subject: Subject, permits: int, key: str = "k", **options: Any) -> Any:
-    if subject.variant == "django":
-        from dblock import db_semaphore as django_semaphore
-
-        return django_semaphore(key, permits, using=ALIASES[subject.database], **options)
-    from sqlalchemy_dblock import db_semaphore
-
-    return db_semaphore(subject.engine, key, permits, **options)
+    return subject.api("db_semaphore", key, permits, **options)
 
 
 def in_use(subject: Subject) -> list[int]:
@@ -127,21 +121,14 @@ def crowd(subject: Subject, flows: list[Actor], make: Callable[[], Any], seconds
             else:
                 inside.remove(slot)
 
-    def work(sem: Any) -> None:
+    async def work(sem: Any) -> None:
         for _ in range(3):
-            with sem as permit:
+            async with subject.within(sem) as permit:
                 count(permit.slot, enter=True)
-                time.sleep(seconds)
+                await subject.pause(seconds)
                 count(permit.slot, enter=False)
 
-    async def awork(sem: Any) -> None:
-        for _ in range(3):
-            async with sem as permit:
-                count(permit.slot, enter=True)
-                await asyncio.sleep(seconds)
-                count(permit.slot, enter=False)
-
-    for each in [flow.start(partial(work if subject.face == "sync" else awork, make())) for flow in flows]:
+    for each in [flow.start(partial(work, make())) for flow in flows]:
         each.result(60)
     return most[0]
 
@@ -295,25 +282,14 @@ def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> Non
 def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
     """Each call has a permit of the key of its arguments; a call for which none is free may be skipped."""
     sem = semaphore(face, 1, "{name}", timeout=0, on_busy="skip", otherwise="skipped")
-    if face.face == "sync":
-
-        @sem
-        def work(name: str) -> str:
-            return name
-
-    else:
-
-        @sem
-        async def work(name: str) -> str:
-            return name
-
-    assert actor.do(lambda: work("k")) == "k"
+    work = actor.decorate(sem, lambda name: name)
+    assert work("k") == "k"
     holder = semaphore(face, 1)
     assert other.call(holder, "acquire")
-    assert actor.do(lambda: work("k")) == "skipped"
-    assert actor.do(lambda: work("other")) == "other"
+    assert work("k") == "skipped"
+    assert work("other") == "other"
     other.call(holder, "release")
-    assert actor.do(lambda: work("k")) == "k"
+    assert work("k") == "k"
     with pytest.raises(TypeError, match="cannot be skipped"):
         actor.within(sem)
 
@@ -398,22 +374,10 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
     assert actor.call(sem, "acquire", n=1)
     assert until(lambda: gc.collect() >= 0 and gone() is None), "the semaphore keeps no permit that was detached"
     actor.call(sem, "release")
-    if either.variant == "django":
-        import dblock
-
-        attach: Any = partial(getattr(dblock.db_lock, either.method("attach")), token, using=ALIASES[either.database])
-    else:
-        import sqlalchemy_dblock
-
-        attach = partial(sqlalchemy_dblock.attach, either.engine, token)
-
-    async def aattach() -> Any:
-        return await attach()
-
-    attached = other.do(attach if either.face == "sync" else aattach)
+    attached = other.do(partial(either.api, "attach", token))
     assert [attached.slot] == in_use(either)
     with pytest.raises(LockLost) as used:
-        actor.do(attach if either.face == "sync" else aattach)
+        actor.do(partial(either.api, "attach", token))
     assert used.value.reason is Reason.USED
     other.call(attached, "release")
     assert in_use(either) == []

@@ -250,30 +250,26 @@ def opentelemetry() -> Iterator[None]:
             each.uninstrument()
 
 
+def connecting(**arguments: Any) -> dict[str, Any]:
+    """Of an engine: what it gives to its driver for each connection."""
+    return {"connect_args": arguments}
+
+
 EVERY_DRIVER = (*POSTGRESQL, *MYSQL, *SQLITE)
 
 SETTINGS = [
     Setting("nothing", EVERY_DRIVER, engine={"echo": False}, django={}),
     Setting("codecs of every type", ("asyncpg",), every_codec, callers=False),
     Setting(
-        "no statement caches",
-        ("asyncpg",),
-        engine={"connect_args": {"statement_cache_size": 0, "prepared_statement_cache_size": 0}},
+        "no statement caches", ("asyncpg",), engine=connecting(statement_cache_size=0, prepared_statement_cache_size=0)
     ),
-    Setting(
-        "record class",
-        ("asyncpg",),
-        engine={"connect_args": {"record_class": type("OwnRecord", (asyncpg.Record,), {})}},
-    ),
+    Setting("record class", ("asyncpg",), engine=connecting(record_class=type("OwnRecord", (asyncpg.Record,), {}))),
     Setting(
         "server settings",
         ("asyncpg",),
-        engine={
-            "connect_args": {
-                "command_timeout": 60,
-                "server_settings": {"jit": "off", "statement_timeout": "60", "lock_timeout": "1"},
-            }
-        },
+        engine=connecting(
+            command_timeout=60, server_settings={"jit": "off", "statement_timeout": "60", "lock_timeout": "1"}
+        ),
     ),
     Setting("json serializer", POSTGRESQL, engine={"json_serializer": strange, "json_deserializer": strange}),
     Setting("adapters", PSYCOPG, own_adapters, django={}, callers=False),
@@ -283,11 +279,9 @@ SETTINGS = [
     Setting("server-side binding", PSYCOPG, django={"server_side_binding": True}),
     Setting("prepare at once", PSYCOPG, change(prepare_threshold=0), django={}),
     Setting("never prepare", PSYCOPG, change(prepare_threshold=None), django={}),
-    Setting(
-        "latin1", PSYCOPG, engine={"connect_args": {"client_encoding": "latin1"}}, django={"client_encoding": "latin1"}
-    ),
+    Setting("latin1", PSYCOPG, engine=connecting(client_encoding="latin1"), django={"client_encoding": "latin1"}),
     Setting("no autocommit", PSYCOPG, no_autocommit, django={}),
-    Setting("latin1", PSYCOPG2, engine={"connect_args": {"client_encoding": "latin1"}}),
+    Setting("latin1", PSYCOPG2, engine=connecting(client_encoding="latin1")),
     Setting("rows that are dicts", PSYCOPG2, change(cursor_factory=RealDictCursor), callers=False),
     Setting(
         "session",
@@ -310,7 +304,7 @@ SETTINGS = [
     Setting(
         "unbuffered cursors",
         ("pymysql",),
-        engine={"connect_args": {"cursorclass": SSCursor}},
+        engine=connecting(cursorclass=SSCursor),
         django={"cursorclass": SSCursor},
         callers=False,
     ),
@@ -322,12 +316,12 @@ SETTINGS = [
         callers=False,
     ),
     Setting("bytes", ("pymysql",), change(use_unicode=False), django={}, callers=False),
-    Setting("latin1", MYSQL, engine={"connect_args": {"charset": "latin1"}}, django={"charset": "latin1"}),
+    Setting("latin1", MYSQL, engine=connecting(charset="latin1"), django={"charset": "latin1"}),
     Setting("sql mode", MYSQL, on_server(f"SET SESSION sql_mode = '{SQL_MODES}'"), django={}),
     Setting(
         "init command",
         MYSQL,
-        engine={"connect_args": {"init_command": "SET autocommit = 0, time_zone = '+05:45', sql_safe_updates = 1"}},
+        engine=connecting(init_command="SET autocommit = 0, time_zone = '+05:45', sql_safe_updates = 1"),
         django={"init_command": "SET autocommit = 0, time_zone = '+05:45', sql_safe_updates = 1"},
     ),
     Setting("no autocommit", MYSQL, on_server("SET autocommit = 0"), django={}),
@@ -345,7 +339,7 @@ SETTINGS = [
     ),
     Setting("isolation level", SQLITE, change(isolation_level="IMMEDIATE"), django={}),
     *(
-        [Setting("autocommit=False", SQLITE, engine={"connect_args": {"autocommit": False}}, callers=False)]
+        [Setting("autocommit=False", SQLITE, engine=connecting(autocommit=False), callers=False)]
         if sys.version_info >= (3, 12)
         else []
     ),
@@ -515,7 +509,7 @@ HOPELESS = [
         Setting(
             "converters of our columns",
             SQLITE,
-            engine={"connect_args": {"detect_types": sqlite3.PARSE_DECLTYPES}},
+            engine=connecting(detect_types=sqlite3.PARSE_DECLTYPES),
             process=partial(converters, "bigint", "varchar", made=list),
         ),
         "answered with a list when asked to (take|create|inspect) 'k': a converter of sqlite3",
@@ -605,27 +599,16 @@ def test_no_span_shows_an_owner_token(subject: Configured, actors: Callable[[], 
 
 def guard(subject: Configured, holder: Actor, lock: Any) -> None:
     """In a transaction on the application's own connection."""
-    if subject.variant == "django":
 
-        def block() -> None:
+    async def block() -> None:
+        if subject.variant == "django":
             with transaction.atomic(using=subject.alias):
                 lock.guard()
+            return
+        async with subject.within(subject.engine.begin()) as connection:
+            await subject.ask(lock, "guard", connection)
 
-        holder.do(block)
-    elif subject.face == "sync":
-
-        def begun() -> None:
-            with subject.engine.begin() as connection:
-                lock.guard(connection)
-
-        holder.do(begun)
-    else:
-
-        async def abegun() -> None:
-            async with subject.engine.begin() as connection:
-                await lock.guard(connection)
-
-        holder.do(abegun)
+    holder.do(block)
 
 
 @pytest.mark.direct

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
@@ -11,22 +10,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from dblock.core.errors import LockLost, LockNotHeld, LockTimeout
-from tests.conftest import ALIASES
 from tests.contract.test_queue import waiters
-from tests.support.lab import until
+from tests.support.lab import together, until
 from tests.support.subjects import Actor, Subject, twin
 
 
 def several(subject: Subject, *keys: Any, **options: Any) -> Any:
-    if subject.variant == "django":
-        from dblock import db_locks as django_locks
-
-        return django_locks(*keys, using=ALIASES[subject.database], **options)
-    from sqlalchemy_dblock import db_locks
-
-    return db_locks(subject.engine, *keys, **options)
+    return subject.api("db_locks", *keys, **options)
 
 
 def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
@@ -131,13 +124,8 @@ def test_sets_that_overlap_never_wait_in_a_circle(protocol: Subject, actors: Cal
             keys = chance.sample("abcd", chance.randint(1, 4))
             actor.within(several(protocol, *keys, timeout=30), partial(body, keys))
 
-    threads = [
-        threading.Thread(target=work, args=(actor, random.Random(number))) for number, actor in enumerate(actors(4))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    flows = [partial(work, actor, random.Random(number)) for number, actor in enumerate(actors(4))]
+    assert together(*flows) == []
     assert total == [24]
 
 
@@ -215,9 +203,7 @@ def test_what_makes_no_sense(either: Subject) -> None:
 @pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
 def test_a_guard_of_them_all(subject: Subject, actor: Actor, other: Actor) -> None:
     """No tenure of any of them begins before the transaction ends."""
-    from django.db import transaction
-
-    alias, locks = ALIASES[subject.database], several(subject, "a", "b", ttl=1, renew=False)
+    alias, locks = subject.alias, several(subject, "a", "b", ttl=1, renew=False)
 
     def block() -> None:
         locks.acquire()
@@ -242,7 +228,7 @@ def test_threads_may_share_them(either: Subject, actor: Actor, other: Actor) -> 
         assert go_on.wait(20)
         assert owners(either) == {"a": True, "b": True}
 
-    running = actor.start(lambda: entered(either, locks, body))
+    running = actor.enter(locks, either.aside(body))
     assert inside.wait(20)
     with pytest.raises(LockTimeout, match=r"within 0\.2 s|at one try"):
         other.within(locks)
@@ -251,18 +237,6 @@ def test_threads_may_share_them(either: Subject, actor: Actor, other: Actor) -> 
     running.result(20)
     # The place of the one that timed out is withdrawn in the background, with what is granted to it meanwhile.
     assert until(lambda: owners(either) == {"a": False, "b": False})
-
-
-def entered(subject: Subject, locks: Any, body: Callable[[], object]) -> Any:
-    if subject.face == "sync":
-        with locks:
-            return body()
-
-    async def block() -> None:
-        async with locks:
-            await asyncio.to_thread(body)
-
-    return block()
 
 
 def test_a_lock_that_is_lost_meanwhile(either: Subject, actor: Actor, other: Actor) -> None:

@@ -86,13 +86,8 @@ def test_a_flow_that_holds_the_key_is_not_skipped(either: Subject, actor: Actor)
 def test_where_nothing_can_be_skipped(either: Subject, actor: Actor, other: Actor) -> None:
     """A `with` says so at once, also while the key is free; `acquire` returns False, as ever."""
     lock = either.lock("k", on_busy="skip")
-
-    async def block() -> None:
-        async with either.within(lock):
-            raise AssertionError("the body ran")
-
     with pytest.raises(TypeError, match="cannot be skipped"):
-        actor.do(block)
+        actor.within(lock, lambda: pytest.fail("the body ran"))
     assert not actor.call(lock, "locked")
     assert actor.call(lock, "acquire")
     assert other.call(either.lock("k", on_busy="skip"), "acquire", blocking=False) is False

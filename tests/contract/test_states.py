@@ -18,6 +18,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, run, url
+from tests.support.lab import fail
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.usefixtures("sync_protocol")
@@ -169,13 +170,6 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
 
 def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that there is none, which is what made it try."""
-    real = BaseStore.execute
-
-    def execute(store: BaseStore, step: Execute) -> Rows:
-        if step.statement.name == "make_states":
-            raise LockStoreError("you may not")
-        return real(store, step)
-
-    monkeypatch.setattr(BaseStore, "execute", execute)
-    with pytest.raises(LockStoreError, match="you may not"):
+    fail(monkeypatch, LockStoreError, "make_states")
+    with pytest.raises(LockStoreError, match="out of order"):
         over.enter(7)

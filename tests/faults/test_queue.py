@@ -20,8 +20,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import runtime, timing
 from dblock.core.runtime import ProcessServices
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
-from tests.contract.test_queue import LATER, WAITERS, listen_in, short_waits, wait_for, waiters
+from tests.conftest import DATABASES, INNODB, SELDOM, observer, ready, run, timed, url
+from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
 from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, together, until
@@ -131,7 +131,7 @@ def test_a_dead_head_of_the_queue_delays_others_by_a_place(subject: Subject, mon
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.database != "sqlite"], indirect=True, ids=str)
 def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the row of the first waiter: that one has the key when the stranger has gone, and was not left asleep."""
-    short_waits(monkeypatch)
+    timed(monkeypatch, **SELDOM)
     holder, actor = subject.lock("k", ttl=60), Actor(subject)
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)

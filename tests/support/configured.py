@@ -94,15 +94,12 @@ class Configured(Subject):
         if self.variant == "django" or self.setting.connect is None:
             return
 
-        def connect() -> None:
-            self.engine.connect().close()
-            self.engine.dispose()
+        async def connect() -> None:
+            async with self.within(self.engine.connect()):
+                pass
+            await self.ask(self.engine, "dispose")
 
-        async def aconnect() -> None:
-            await (await self.engine.connect()).close()
-            await self.engine.dispose()
-
-        actor.do(connect if self.face == "sync" else aconnect)
+        actor.do(connect)
         event.listen(getattr(self.engine, "sync_engine", self.engine), "connect", self._handle)
 
     def _handle(self, connection: Any, _: object) -> None:

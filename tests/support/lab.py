@@ -17,11 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import clock, runtime
+from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Hold
+from dblock.core.lock.executor import BaseStore
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
 from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who import it from here
@@ -221,6 +225,20 @@ def nobody_withdraws() -> bool:
 def keeper_rests(keeper: Any) -> bool:
     """Whether no renewal, heartbeat or other work of a database is under way, but for what has threads of its own."""
     return not keeper._tasks and (keeper.renewer is None or keeper.renewer.ready)
+
+
+def fail(
+    monkeypatch: pytest.MonkeyPatch, error: type[LockStoreError], *names: str, when: Callable[[], object] = lambda: True
+) -> None:
+    """Let the statements of these names fail, as long as `when` says so."""
+    execute = BaseStore.execute
+
+    def failing(self: BaseStore, step: Execute) -> Rows:
+        if step.statement.name in names and when():
+            raise error("out of order")
+        return execute(self, step)
+
+    monkeypatch.setattr(BaseStore, "execute", failing)
 
 
 def hold_of(lock: Any) -> Hold:

@@ -115,6 +115,10 @@ class Subject:
         else:
             time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
 
+    def aside(self, body: Callable[[], object]) -> Callable[[], Any]:
+        """A body of a block that waits for other flows: in a thread, where it would keep them from running."""
+        return body if self.face == "sync" else lambda: asyncio.to_thread(body)
+
     def run(self, sql: str, **parameters: object) -> list[tuple[Any, ...]]:
         """Run a statement as a stranger to all locks."""
         return run(self.database, sql, **parameters)
@@ -124,6 +128,18 @@ class Subject:
         names = "lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program"
         [values] = self.run(f"SELECT {names} FROM locks WHERE lock_key = :key", key=key)
         return dict(zip(names.split(", "), values, strict=True))
+
+
+FAMILY: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "lock": lambda api: api("db_lock", "k"),
+    "several": lambda api: api("db_locks", "a", "b"),
+    "reader": lambda api: api("db_rwlock", "rw").read(),
+    "writer": lambda api: api("db_rwlock", "rw").write(),
+    "permit": lambda api: api("db_semaphore", "s", permits=1).permit(),
+    "semaphore": lambda api: api("db_semaphore", "s", permits=1),
+    "leader": lambda api: api("db_leader", "l"),
+}
+"""What has a block, given the `api` of a subject."""
 
 
 LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
@@ -233,22 +249,26 @@ class Actor:
         """Read a lock's attribute."""
         return self.do(lambda: getattr(lock, name))
 
-    def within(self, lock: Any, body: Callable[[], Any] = lambda: None) -> Any:
-        """Run `body` inside `with` or `async with`."""
+    def enter(self, lock: Any, body: Callable[[], Any] = lambda: None) -> Future[Any]:
+        """Run `body` inside `with` or `async with`, without waiting for its end."""
         if self.subject.face == "sync":
 
             def block() -> Any:
                 with lock:
                     return _at_once(body())
 
-            return self.do(block)
+            return self.start(block)
 
         async def ablock() -> Any:
             async with lock:
                 result = body()
                 return await result if inspect.isawaitable(result) else result
 
-        return self.do(ablock)
+        return self.start(ablock)
+
+    def within(self, lock: Any, body: Callable[[], Any] = lambda: None) -> Any:
+        """The same, to its end."""
+        return self.enter(lock, body).result(60)
 
     def decorate(self, lock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` decorated by the lock, to be called in this flow; an `async def` on asynchronous faces."""
