@@ -73,7 +73,7 @@ class kept:  # noqa: N801 - reads as a word
 
     def __exit__(self, *_: object) -> None:
         watchdog = runtime.current.watchdog
-        assert until(lambda: not watchdog._to_write, 10)
+        assert until(lambda: not watchdog._unfinished, 10)
         observers.clear()
         watchdog.histories = None
         self.settings.disable()
@@ -190,7 +190,7 @@ def test_the_table_is_bounded(protocol: Subject) -> None:
             [(count,)] = own.run("SELECT count(*) FROM lock_events")
             return int(count)
 
-        assert until(lambda: not runtime.current.watchdog._to_write and rows() <= 20, 10), rows()
+        assert until(lambda: not runtime.current.watchdog._unfinished and rows() <= 20, 10), rows()
         assert [event.kind for event in written(own, 2, "k59")] == ["acquired", "released"]
         actor.close()
 
@@ -199,7 +199,7 @@ class _nothing_written:  # noqa: N801 - reads as a word
     """While the block lasts."""
 
     def __enter__(self) -> None:
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
         self.begin = history.Histories.begin
         history.Histories.begin = lambda *_, **__: iter(())  # type: ignore[method-assign]
 
@@ -237,7 +237,7 @@ def test_it_keeps_no_lock_from_working(
         patched.setattr(history, "ask", refuse)
         actor.within(protocol.lock("k"))
         assert until(lambda: "could not write the history of locks: no such table" in caplog.text, 10)
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
     actor.within(protocol.lock("k"))
     assert len(written(protocol, 2)) == 2
 
@@ -258,7 +258,7 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with db_lock(own.engine, "k"):
             assert until(lambda: refused, 10)
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
         with db_lock(own.engine, "k"):
             pass
         assert [event.kind for event in written(own, 4)] == ["acquired", "released"] * 2
