@@ -455,6 +455,28 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     assert not lost
 
 
+def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeStore) -> None:
+    """At once, by a second statement."""
+    told = list[str]()
+    lock = FakeLock(store, on_revoke=lambda _, words: told.append(words))
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    hold.lease.due = math.inf  # the watchdog sends none
+
+    def refuse(step: Execute) -> Rows:
+        [due] = json.loads(str(step.parameters["leases"]))
+        return [] if due["not_notified"] else [()]
+
+    store.answers |= {"renew": refuse, "alive": lambda _: [(*hold.tenure, "by an operator")]}
+    before = hold.lease.renewed
+    time.sleep(0.01)
+    drive(renewal(store, hold))
+    assert store.sent == ["take", "renew", "alive", "renew"]
+    assert hold.lease.renewed > before
+    assert until(lambda: told == ["by an operator"])
+    lock.release()
+
+
 def test_a_count_that_is_set_already_is_no_loss(store: FakeStore) -> None:
     """A client of MySQL may count the rows that were changed, and not those that were found."""
     lock = FakeLock(store)
