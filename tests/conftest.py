@@ -203,7 +203,6 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     watchdog, wakeups = runtime.current.watchdog, runtime.current.wakeups
     for hold in list(watchdog._holds):
         watchdog.discard(hold)
-    watchdog._given_up.clear()
     state: list[MutableMapping[Any, Any]] = [wakeups._registered, wakeups._unclaimed]
     state += [keeper.places for keeper in list(watchdog._keepers.values())]
     for site in runtime.current._sites.values():

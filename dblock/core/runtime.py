@@ -25,14 +25,15 @@ from dblock.core.connections.connection import FD_LOCK
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.deliveries import deliveries
+from dblock.core.errors import LockError, StoreBusy
 from dblock.core.holding.flow import Flow, Flows, Hold
+from dblock.core.log import warn
 from dblock.core.observing import observers
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
-from dblock.core.watchdog.keeper import run_apart
 from dblock.core.watchdog.watchdog import Watchdog
 
 
@@ -129,9 +130,8 @@ class Runtime:
         """Close connections that have been idle for too long; returns the local time at which to do so again."""
         return min((pool.prune() for pool in self.pools()), default=math.inf)
 
-    def _give_back(self, hold: Hold) -> None:
-        """Release a hold at the end of the process."""
-        run_apart(leave_for_good(self.site(hold.store), hold), hold.store)
+    def _give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
+        return give_back(self.site(store), holds)
 
 
 class ProcessServices(WaiterServices):
@@ -152,7 +152,7 @@ class ProcessServices(WaiterServices):
 
     def holds(self, key: str) -> bool:
         """See WaiterServices."""
-        return self._watchdog.holds(self._store, key)
+        return self._watchdog.hold_of(self._store, key) is not None
 
     def holder(self, key: str) -> tuple[str, str, float] | None:
         """See WaiterServices."""
@@ -206,9 +206,24 @@ class ProcessServices(WaiterServices):
         return self._listener is not None and self._listener.ready
 
 
-def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
-    """Release a hold, however often it was entered."""
-    _ = yield from handover.release(site, hold.grant, min_hold=hold.min_hold)
+def give_back(site: Site, holds: Sequence[Hold]) -> Steps[int]:
+    """Release holds, however often each was entered; returns their number.
+
+    A row that a transaction has locked is passed over after a while. A database that fails gets no further statements:
+    what is left expires, as it is no longer renewed.
+    """
+    given = 0
+    for hold in holds:
+        try:
+            _ = yield from handover.release(site, hold.grant, min_hold=hold.min_hold)
+            given += 1
+        except LockError as error:
+            warn("could not release %r: %s", hold.shown, error)
+            if not isinstance(error, StoreBusy):
+                break
+        finally:
+            site.local_queues.freed(hold.tenure.key)
+    return given
 
 
 current = Runtime()

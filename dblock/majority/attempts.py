@@ -168,7 +168,7 @@ class Attempts:
         Or all of them at once, if nobody is known to want the key.
         """
         site, key = self.members[0].site, self.lock.key
-        held_here = any(runtime.current.watchdog.holds(each.store, key) for each in self.members)
+        held_here = any(runtime.current.watchdog.hold_of(each.store, key) for each in self.members)
         if not site.expects_contention(key) and not held_here:
             granted = yield from self._take(self.members, proposed)
             if len(granted) >= self.needed:

@@ -27,10 +27,7 @@ from tests.support.subjects import Actor, Subject
 def told() -> Iterator[list[Event]]:
     """All that is told during a test, and nothing of renewals that were sent for an earlier one."""
     watchdog = runtime.current.watchdog
-    _ = until(
-        lambda: all(keeper.over or keeper_rests(keeper) for keeper in list(watchdog._keepers.values())),
-        5,
-    )
+    _ = until(lambda: all(map(keeper_rests, list(watchdog._keepers.values()))), 5)
     events: list[Event] = []
     stop = observe(events.append)
     yield events

@@ -67,7 +67,7 @@ def kept(plain: Subject, most: int) -> Iterator[Subject]:
         try:
             yield own
         finally:
-            assert until(lambda: not watchdog._to_write, 10)
+            assert until(lambda: not watchdog._unfinished, 10)
             observers.clear()
             watchdog.histories = None
     if not django:
@@ -162,7 +162,7 @@ def test_a_tenure_has_ended_before_the_next_began() -> None:
 def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
     monkeypatch.setattr(history, "OF_KEY", 4)
-    assert until(lambda: not runtime.current.watchdog._to_write, 10)
+    assert until(lambda: not runtime.current.watchdog._unfinished, 10)
     with monkeypatch.context() as patch:
         patch.setattr(history.Histories, "begin", lambda *_, **__: iter(()))  # nothing is written meanwhile
         for _ in range(5):
@@ -185,7 +185,7 @@ def test_the_table_is_bounded(protocol: Subject) -> None:
             [(count,)] = own.run("SELECT count(*) FROM lock_events")
             return int(count)
 
-        assert until(lambda: not runtime.current.watchdog._to_write and rows() <= 20, 10), rows()
+        assert until(lambda: not runtime.current.watchdog._unfinished and rows() <= 20, 10), rows()
         assert [event.kind for event in written(own, 2, "k59")] == ["acquired", "released"]
         actor.close()
 
@@ -220,7 +220,7 @@ def test_it_keeps_no_lock_from_working(
         patched.setattr(history, "ask", refuse)
         actor.within(protocol.lock("k"))
         assert until(lambda: "could not write the history of locks: no such table" in caplog.text, 10)
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
     actor.within(protocol.lock("k"))
     assert len(written(protocol, 2)) == 2
 
@@ -241,7 +241,7 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with db_lock(own.engine, "k"):
             assert until(lambda: refused, 10)
-        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
         with db_lock(own.engine, "k"):
             pass
         assert [event.kind for event in written(own, 4)] == ["acquired", "released"] * 2

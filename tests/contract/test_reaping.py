@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from dblock.core.holding.flow import current_task
 from dblock.core.protocol import reaping as steps
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.protocol.store import Store
-from dblock.core.watchdog import reaping as background
+from dblock.core.watchdog.keeper import Keeper, in_background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import run, timed, url
@@ -50,9 +49,8 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     yield make
     for each in settings:
         each.disable()
-    watchdog = runtime.current.watchdog
-    assert until(lambda: max([0.0, *watchdog._reap_at.values()]) < clock.now() + 1000), "it goes on"
-    watchdog._reap_at.clear()
+    assert until(lambda: not reapers()), "it goes on"
+    runtime.current.watchdog._reap_at.clear()
     for own in owns:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
@@ -180,15 +178,30 @@ def test_the_engines_retention_is_that_of_reap(tmp_path: Any) -> None:
     engine.dispose()
 
 
+class Noting(Keeper):
+    """A keeper that begins nothing."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, None, threading.RLock(), runtime.current._withdraw)
+        self.begun: list[Steps[None]] = []
+
+    def begin(self, steps: Steps[object], *, long: bool = False) -> None:
+        assert long
+        self.begun.append(in_background(self.store, steps))
+
+
 def test_a_database_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread might see another one, or meet the caller's open transaction; it ends with the process."""
     engine = create_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
     metadata.create_all(engine)
-    due: dict[Store, float] = {store_for(engine): 0.0}
+    keeper = Noting(store_for(engine))
+    due = dict[Store, float]({keeper.store: 0.0})
     with db_lock(engine, "k"):
-        assert background.begin(store_for(engine), due) is None
+        keeper.begin_to_reap(due)
+    assert not keeper.begun
     monkeypatch.setattr(store_for(engine), "renewable", True)
-    assert background.begin(store_for(engine), due) is not None
+    keeper.begin_to_reap(due)
+    assert keeper.begun
     engine.dispose()
 
 
@@ -196,25 +209,25 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
     """Without the tables, say; and one is under way at a time."""
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
     store = store_for(engine)
-    due: dict[Store, float] = {store: 0.0}
-    steps = background.begin(store, due)
-    assert steps is not None
+    keeper, due = Noting(store), dict[Store, float]({store: 0.0})
+    keeper.begin_to_reap(due)
+    [steps] = keeper.begun
     assert 0 < due[store] - clock.now() <= 120
     step = next(steps)
     assert isinstance(step, Execute)
-    assert due[store] > clock.now() + 120
-    assert background.begin(store, due) is None
+    due[store] = 0.0
+    keeper.begin_to_reap(due)
+    assert len(keeper.begun) == 1
     try:
         store.execute(step)
     except LockStoreError as error:
         with pytest.raises(StopIteration):
             steps.throw(error)
     [record] = caplog.records
-    assert "could not reap, trying again later" in record.getMessage()
+    assert "work in the background failed" in record.getMessage()
     assert "locks" in record.getMessage()
-    assert clock.now() <= due[store] < math.inf
-    due[store] = 0.0
-    assert background.begin(store, due) is not None
+    keeper.begin_to_reap(due)
+    assert len(keeper.begun) == 2
     engine.dispose()
 
 

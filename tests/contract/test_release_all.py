@@ -107,27 +107,41 @@ def test_what_was_handed_over_is_not_released(protocol: Subject, actors: Callabl
 def test_a_row_that_is_locked_is_passed_over(
     protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whomever: the others are given back; and a call that is broken off is gone on with."""
+    """By whomever: the others are given back."""
     for key in "abc":
         actor.call(protocol.lock(key, ttl=60), "acquire")
-    execute, broken = BaseStore.execute, list[int]()
+    execute = BaseStore.execute
 
     def refuse(store: BaseStore, step: Execute) -> Any:
         if step.statement.name == "release" and step.parameters["key"] == "c":
             raise StoreBusy("locked by a stranger")
-        if step.statement.name == "release" and step.parameters["key"] == "b" and not broken:
-            broken.append(1)
-            raise KeyboardInterrupt
         return execute(store, step)
 
     with monkeypatch.context() as patch:
         timed(patch, retry_budget=1.0)
         patch.setattr(BaseStore, "execute", refuse)
-        if protocol.face == "sync":
-            with pytest.raises(KeyboardInterrupt):
-                other.do(lambda: protocol.api("release_all"))
-        else:
-            broken.append(1)
-        other.do(lambda: protocol.api("release_all"))
-    assert protocol.row("a")["owner"] is None
+        assert other.do(lambda: protocol.api("release_all")) == 2
+    assert [protocol.row(key)["owner"] for key in "ab"] == [None, None]
     assert protocol.row("c")["owner"] is not None
+
+
+def test_a_call_that_is_broken_off(
+    sync_protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has not released is renewed no more, and is free within its ttl."""
+    for key in "ab":
+        actor.call(sync_protocol.lock(key, ttl=1.5), "acquire")
+    execute = BaseStore.execute
+
+    def interrupt(store: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "release" and step.parameters["key"] == "b":
+            raise KeyboardInterrupt
+        return execute(store, step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(BaseStore, "execute", interrupt)
+        other.do(lambda: sync_protocol.api("release_all"))
+    assert not runtime.current.watchdog._holds
+    for key in "ab":
+        assert other.call(sync_protocol.lock(key, timeout=15), "acquire")
+        other.call(sync_protocol.lock(key), "release")

@@ -292,6 +292,11 @@ def store() -> Iterator[FakeStore]:
     current_flow().holds.clear()
 
 
+def renewal(store: FakeStore, hold: Hold) -> Steps[None]:
+    watchdog = runtime.current.watchdog
+    return renew(store, [hold], watchdog._holds, watchdog.revoke)
+
+
 def test_what_is_nearly_due_is_renewed_with_what_is_due(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a twelfth of its ttl, and not alone."""
     watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
@@ -369,7 +374,7 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     store.answers["renew"] = downgrade
     until = hold.lease.trusted_until
     time.sleep(0.01)
-    drive(renew(store, [hold], runtime.current.watchdog))
+    drive(renewal(store, hold))
     assert store.sent == ["renew"]
     assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
 
@@ -400,13 +405,13 @@ def test_a_detach_that_failed_leaves_the_hold(
     [hold] = current_flow().holds.values()
 
     def fail(_: Execute) -> Rows:
-        assert not runtime.current.watchdog.is_watching(hold), "a renewal under way would report a loss"
+        assert hold not in runtime.current.watchdog._holds, "a renewal under way would report a loss"
         raise error
 
     store.answers["detach"] = fail
     with pytest.raises(type(error)):
         lock.detach()
-    assert runtime.current.watchdog.is_watching(hold)
+    assert hold in runtime.current.watchdog._holds
     assert lock.state == "held"
     secret = hold.secret
     store.answers["detach"] = lambda step: [()] if step.parameters["heir"] == secret else []
@@ -428,7 +433,7 @@ def test_a_detach_that_is_interrupted_before_it_is_sent_leaves_the_hold(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(watchdog, "discard", interrupted)
         lock.detach()
-    assert watchdog.is_watching(hold)
+    assert hold in watchdog._holds
     lock.release()
 
 
@@ -444,10 +449,32 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
         return []
 
     store.answers |= {"renew": detach, "alive": lambda _: []}
-    drive(renew(store, [hold], runtime.current.watchdog))
+    drive(renewal(store, hold))
     assert hold.lease.loss is None
     assert not hold.lease.reported
     assert not lost
+
+
+def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeStore) -> None:
+    """At once, by a second statement."""
+    told = list[str]()
+    lock = FakeLock(store, on_revoke=lambda _, words: told.append(words))
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    hold.lease.due = math.inf  # the watchdog sends none
+
+    def refuse(step: Execute) -> Rows:
+        [due] = json.loads(str(step.parameters["leases"]))
+        return [] if due["not_notified"] else [()]
+
+    store.answers |= {"renew": refuse, "alive": lambda _: [(*hold.tenure, "by an operator")]}
+    before = hold.lease.renewed
+    time.sleep(0.01)
+    drive(renewal(store, hold))
+    assert store.sent == ["take", "renew", "alive", "renew"]
+    assert hold.lease.renewed > before
+    assert until(lambda: told == ["by an operator"])
+    lock.release()
 
 
 def test_a_count_that_is_set_already_is_no_loss(store: FakeStore) -> None:
@@ -629,7 +656,7 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
         assert until(lambda: refused)
-        assert until(lambda: not watchdog.holds(store, "k"))
+        assert until(lambda: watchdog.hold_of(store, "k") is None)
         timed(patched, attention=0.2)
         watchdog.wake()
         time.sleep(2.5 * timing.DEFAULT.attention)  # two rounds in which nothing else is to be done
@@ -695,7 +722,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
     store.answers["renew"] = busy
     grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
     hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
-    drive(renew(store, [hold], runtime.current.watchdog))
+    drive(renewal(store, hold))
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
 
@@ -707,7 +734,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     begun, sent = list[Steps[None]](), list[Any]()
 
     def cut(step: Execute) -> Rows:
-        begun.append(renew(store, [hold], runtime.current.watchdog))
+        begun.append(renewal(store, hold))
         sent.append(next(begun[0]))
         raise LockStoreError("refused")
 

@@ -566,10 +566,10 @@ def test_what_happened_is_told(site: Site) -> None:
             with site.lock("a/b", label="<i>tea</i>"):
                 assert "<svg" in page(client, change("a/b"))
             watchdog = runtime.current.watchdog
-            assert until(lambda: not watchdog._to_write, 10)
+            assert until(lambda: not watchdog._unfinished, 10)
             site.lock("never").acquire(timeout=0)
             site.lock("never").release()
-            assert until(lambda: not watchdog._to_write, 10)
+            assert until(lambda: not watchdog._unfinished, 10)
         finally:
             observers.clear()
             runtime.current.watchdog.histories = None

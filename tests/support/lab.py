@@ -224,7 +224,9 @@ def nobody_withdraws() -> bool:
 
 def keeper_rests(keeper: Any) -> bool:
     """Whether no renewal, heartbeat or other work of a database is under way, but for what has threads of its own."""
-    return not keeper._tasks and (keeper.renewer is None or keeper.renewer.ready)
+    if keeper.loop is not None:
+        return keeper.loop.is_closed() or not keeper.tasks
+    return keeper.renewer is None or keeper.renewer.ready
 
 
 def fail(

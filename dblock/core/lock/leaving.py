@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockStoreError, Loss, Reason, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import ending, find_out, forget, freed, site_of, take_out
-from dblock.core.log import warn
 from dblock.core.observing.observers import leave_and_report, observers
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone
@@ -141,23 +140,10 @@ def _finish(hold: Hold) -> Steps[None]:
 def release_all(store: Store) -> Steps[int]:
     """Release all locks that this process holds in one database; returns their number.
 
-    A flow that still works under one of them finds it lost before another flow can get it. A row that a transaction has
-    locked is passed over after a while, and a database that fails gets no further statements: the rest is released by
-    another call or at the end of the process, or expires, as it is no longer renewed.
+    A flow that still works under one of them finds it lost before another flow can get it.
     """
-    given = 0
-    for hold in runtime.current.watchdog.give_up(store):
-        runtime.current.watchdog.giving_back(hold)
-        try:
-            yield from runtime.leave_for_good(runtime.current.site(store), hold)
-            given += 1
-        except LockError as error:
-            warn("could not release %r: %s", hold.shown, error)
-            if not isinstance(error, StoreBusy):
-                break
-        finally:
-            freed(hold)
-    return given
+    current = runtime.current
+    return (yield from runtime.give_back(current.site(store), current.watchdog.give_up(store)))
 
 
 def _innermost(lock: BaseLock) -> Block | None:

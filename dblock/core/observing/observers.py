@@ -58,11 +58,10 @@ def observe(callback: Callable[[Event], object], *kinds: str) -> Callable[[], No
 
     def hear(event: Event, _store: object, _who: object) -> None:
         if event.kind in wanted:
-            call = partial(_call, callback, event)
             if event.kind in IN_FLOW:
-                call()
+                _call(callback, event)
             else:
-                deliveries.put(call)
+                deliveries.put(partial(_call, callback, event))
 
     def stop() -> None:
         _ = observers.pop(hear, None)
@@ -110,20 +109,17 @@ def acquire_and_report(
     began, contended, told = now(), False, entry.kind == "attach"  # that fails by an error alone
 
     def report(kind: Kind, holder: LockInfo | None, **known: Any) -> None:
+        nonlocal contended
+        contended = contended or kind is Kind.CONTENDED
         holder = holder and holder.masked()
         tell(store, Event(kind, store.name, **_by(lock), key=lock._key, holder=holder, **known))
-
-    def contend(holder: LockInfo | None) -> None:
-        nonlocal contended
-        contended = True
-        report(Kind.CONTENDED, holder)
 
     def give_up(reason: str, holder: LockInfo | None = None) -> None:
         report(Kind.GAVE_UP, holder, contended=contended, wait=now() - began, reason=reason)
 
     def enter() -> Steps[T]:
         nonlocal told
-        found = yield from begin(None if lock._stands_by else contend)
+        found = yield from begin(None if lock._stands_by else partial(report, Kind.CONTENDED))
         told = True
         if isinstance(found, Hold):
             wait = 0.0 if lock._stands_by else now() - began
@@ -131,7 +127,7 @@ def acquire_and_report(
             tell_of(found, Kind.ACQUIRED, lock, how=how, contended=contended, wait=wait)
         elif isinstance(found, Refused) and not lock._stands_by:
             if not contended and found.busy is None:
-                contend(found.holder)
+                report(Kind.CONTENDED, found.holder)
             give_up("timeout", found.holder)
         return found
 

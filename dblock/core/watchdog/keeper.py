@@ -2,7 +2,7 @@
 
 Renewals and heartbeats run in one thread, which is started before the first lease that needs it is returned. If its
 statement hangs, another thread takes its place. Everything else (deleting places, reaping, writing the history) may
-take long, and runs in threads of its own. With an asynchronous driver there is a keeper for each event loop, whose
+take minutes, and runs in threads of its own. With an asynchronous driver there is a keeper for each event loop, whose
 tasks run all of it.
 
 Rule: it fails softly. What cannot begin, or fails, is logged, and begins again when it is next due.
@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 from weakref import ref
 
+from dblock.core import clock
 from dblock.core.connections.pool import background
 from dblock.core.errors import LockError
 from dblock.core.log import warn
-from dblock.core.protocol import queue
+from dblock.core.protocol import queue, reaping
 from dblock.core.protocol.drive import adrive, drive, going_on, plain_task
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
@@ -32,13 +34,13 @@ from dblock.core.worker import start
 Withdraw = Callable[[Store, Sequence[tuple[str, str]]], Steps[None]]
 
 
-def in_background(steps: Steps[None]) -> Steps[None]:
+def in_background(store: Store, steps: Steps[object]) -> Steps[None]:
     """The same steps; an error is logged, and no connection is kept of a pool that the application has closed."""
     _ = background.set(True)
     try:
-        yield from steps
+        _ = yield from steps
     except Exception as error:  # noqa: BLE001 - no caller waits for it
-        warn("work in the background failed: %r", error)
+        warn("work in the background failed for %s: %r", store.name, error)
     finally:
         _ = background.set(False)
 
@@ -60,26 +62,25 @@ def heartbeat(store: Store, places: Sequence[Place]) -> Steps[None]:
         database.away(error)
 
 
-class Renewer:
+class Renewer(threading.Thread):
     """A thread that runs steps, one after the other, until it is given None."""
 
     def __init__(self) -> None:
+        super().__init__(name="dblock renewal", daemon=True)
         self._given = SimpleQueue[Steps[None] | None]()
         self._idle = True
-        self._thread = threading.Thread(target=self._run, name="dblock renewal", daemon=True)
-        self.start = self._thread.start
 
     @property
     def ready(self) -> bool:
         """Whether the thread runs and has nothing under way."""
-        return self._idle and self._thread.is_alive()
+        return self._idle and self.is_alive()
 
     def give(self, steps: Steps[None] | None) -> None:
         """Run the steps, if it is ready."""
         self._idle = False
         self._given.put(steps)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while (steps := self._given.get()) is not None:
             drive(steps)
             del steps
@@ -93,7 +94,7 @@ class Keeper:
         """`lock`: the watchdog's; `withdraw`: see `handover.withdraw`, for a store."""
         self.store, self.loop, self._lock, self._withdraw = store, loop, lock, withdraw
         self.renewer: Renewer | None = None
-        self._tasks = set[Any]()
+        self.tasks = set[Any]()
         """The tasks, and the steps for which one is to be begun."""
         self.places: dict[str, Place] = {}
         """The places in queues that get heartbeats, by their owner tokens."""
@@ -101,23 +102,15 @@ class Keeper:
         """The local time of the next heartbeat."""
         self.left: dict[str, str] = {}
         """Places to be deleted (owner token: key)."""
-        self._withdrawal: Callable[[], Steps[None] | None] = _nothing
+        self._withdrawal: Callable[[], Steps[Any] | None] = lambda: None
         """A reference to the steps that delete them."""
-
-    @property
-    def over(self) -> bool:
-        """Whether its event loop is closed, so that nothing can run there."""
-        return self.loop is not None and self.loop.is_closed()
+        self._reaping: Callable[[], Steps[Any] | None] = lambda: None
+        """A reference to the last pass of reaping."""
 
     @property
     def withdraws(self) -> bool:
         """Whether places are to be deleted, or are being."""
         return bool(self.left) or going_on(self._withdrawal)
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has something to do, apart from renewals."""
-        return bool(self.places or self._tasks) or self.withdraws
 
     def ensure(self) -> Renewer:
         """The thread for renewals, which is ready; RuntimeError if none can be started."""
@@ -150,12 +143,12 @@ class Keeper:
             self.begin(heartbeat(self.store, list(self.places.values())))
         return self.due - now
 
-    def begin(self, steps: Steps[None], *, long: bool = False) -> None:
+    def begin(self, steps: Steps[object], *, long: bool = False) -> None:
         """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
-        work = in_background(steps)
+        work = in_background(self.store, steps)
         try:
             if self.loop is not None:
-                self._tasks.add(work)
+                self.tasks.add(work)
                 self.loop.call_soon_threadsafe(self._begin_task, work)
             elif long:
                 _ = start(partial(run_apart, work, self.store), "housekeeping")
@@ -167,9 +160,9 @@ class Keeper:
 
     def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
         task = plain_task(adrive(steps, undisturbed=undisturbed), self.loop)
-        self._tasks.add(task)
-        self._tasks.discard(steps)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        self.tasks.discard(steps)
+        task.add_done_callback(self.tasks.discard)
 
     def begin_to_withdraw(self) -> None:
         """Begin to delete places, unless a thread or task does. With an event loop it is called there."""
@@ -180,7 +173,7 @@ class Keeper:
                 if self.loop is None:
                     self.begin(steps, long=True)
                 else:
-                    self._begin_task(in_background(steps), undisturbed=True)
+                    self._begin_task(in_background(self.store, steps), undisturbed=True)
 
     def withdraw_all(self) -> Steps[None]:
         """Delete places until there are no more."""
@@ -188,12 +181,24 @@ class Keeper:
             with self._lock:
                 places, self.left = list(self.left.items()), {}
                 if not places:
-                    self._withdrawal = _nothing  # from now on others begin
+                    self._withdrawal = lambda: None  # from now on others begin
                     return
             try:
                 yield from self._withdraw(self.store, places)
             except asyncio.CancelledError:  # the event loop is ending, and waits for this task
                 yield from self._withdraw(self.store, places)
 
+    def begin_to_reap(self, due: MutableMapping[Store, float]) -> None:
+        """Begin a pass of reaping, if this process reaps that database, one is due, and none is under way.
 
-def _nothing() -> None: ...
+        `due` has the local times. The next pass is due at a uniformly random time up to twice the interval from now: so
+        processes that began together do not reap together, and processes that live for a shorter time reap too.
+        """
+        if self.store.reaping is None or not self.store.renewable:
+            return
+        every, retention = self.store.reaping
+        upcoming = clock.now() + random.uniform(0.0, 2 * every)  # noqa: S311 - jitter, not a secret
+        if due.setdefault(self.store, upcoming) <= clock.now() and not going_on(self._reaping):
+            due[self.store], steps = upcoming, reaping.reap(self.store.database, retention)
+            self._reaping = ref(steps)
+            self.begin(steps, long=True)

@@ -5,7 +5,7 @@ Rule: it fails softly. After a failure the watchdog tries again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Final, NamedTuple
 
 from dblock.core.errors import LockError, Loss, Reason, StoreBusy
@@ -18,7 +18,6 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
-from dblock.core.watchdog.watched import Watched
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -36,23 +35,42 @@ class Due(NamedTuple):
     tenure: Tenure
     """By another one, if the hold has that meanwhile, the answer says nothing."""
 
-    def ends_in(self, watched: Watched) -> bool:
-        """Whether the tenure is still held, so that its end is a loss."""
-        return watched.is_watching(self.hold) and self.hold.tenure == self.tenure
 
+def renew(
+    store: Store, holds: Sequence[Hold], watched: Container[Hold], revoke: Callable[[Hold, str], None]
+) -> Steps[None]:
+    """Renew the leases of the holds, and record the result in each.
 
-def renew(store: Store, holds: Sequence[Hold], watched: Watched) -> Steps[None]:
-    """Renew the leases of the holds, and record the result in each."""
+    `watched`: the holds that are not released; `revoke`: informs a holder that it was asked back, by whom and why.
+    """
     due = [Due(hold, lease, *lease.renewal(), hold.tenure) for hold in holds for lease in [hold.lease]]
     for each in due:
         each.lease.reason_if_lost = Reason.UNREACHABLE  # until it has succeeded: it may never be answered
-    budget = min(each.lease.term for each in due) / 20
+    budget, over = min(each.lease.term for each in due) / 20, list[Due]()
     for first in range(0, len(due), BATCH):
-        yield from _renew(store, due[first : first + BATCH], watched, budget)
-    _ = watched.wake()
+        leases = due[first : first + BATCH]
+        while leases:
+            not_renewed, leases = (yield from _renew(store, leases, budget)), []
+            for each, words in not_renewed:
+                if words is not None:
+                    revoke(each.hold, words)
+                    leases.append(each)  # to be renewed, as its holder is informed
+                elif each.hold in watched:
+                    over.append(each)
+    for each in over:
+        try:
+            loss = yield from tenures.why_lost(store.database, each.tenure)
+        except LockError:
+            loss = Loss(Reason.EXPIRED)
+        if each.hold in watched and each.hold.tenure == each.tenure:  # not released meanwhile
+            _ = each.lease.lose(loss)
 
 
-def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float) -> Steps[None]:
+def _renew(store: Store, leases: Sequence[Due], budget: float) -> Steps[list[tuple[Due, str | None]]]:
+    """Send the renewal; the leases that it has not renewed, each with by whom and why it was asked back.
+
+    The holder of such a lease is not informed yet. None: the tenure is over.
+    """
     database = store.database
     lives = [(due.tenure, due.life) for due in leases]
     not_notified = {due.tenure for due in leases if due.hold.revoked is None}
@@ -62,9 +80,8 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
         if type(error) is StoreBusy and len(leases) > 1:
             # One row that a transaction has locked must not cost the others their leases.
             half = len(leases) // 2
-            yield from _renew(store, leases[:half], watched, 0.0)
-            yield from _renew(store, leases[half:], watched, 0.0)
-            return
+            first = yield from _renew(store, leases[:half], 0.0)
+            return [*first, *(yield from _renew(store, leases[half:], 0.0))]
         # On MySQL a take of the key locks its row for a moment: not logged until the renewal is late.
         if type(error) is not StoreBusy:
             database.away(error)
@@ -72,35 +89,17 @@ def _renew(store: Store, leases: Sequence[Due], watched: Watched, budget: float)
             warn("could not renew %d leases, trying again: %s", len(leases), error)
         for lease in (due.lease for due in leases):
             lease.due = min(lease.due, database.now() + min(1.0, lease.term / 20))
-        return
-    not_renewed: list[Due] = []
-    renewed: list[Due] = []
+        return []
+    renewed, not_renewed = list[Due](), list[tuple[Due, str | None]]()
     for due in leases:
-        tenure = due.tenure
-        kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
-        (renewed if kept else not_renewed).append(due)
+        words = None if alive is None else alive.get(due.tenure)
+        if (alive is None or due.tenure in alive) and (words is None or due.tenure not in not_notified):
+            renewed.append(due)
+        else:
+            not_renewed.append((due, words))
     if observers:
         late = max((due.lease.lateness(sent) for due in renewed), default=0.0)  # before they are lengthened
         tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late))
     for due in renewed:
         _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
-    yield from _handle_not_renewed(store, not_renewed, alive or {}, watched, budget)
-
-
-def _handle_not_renewed(
-    store: Store, not_renewed: Sequence[Due], alive: Mapping[Tenure, str | None], watched: Watched, budget: float
-) -> Steps[None]:
-    """Handle tenures that were not renewed: inform the holders of those asked back, then renew; end the others."""
-    revoked = [due for due in not_renewed if due.tenure in alive]
-    for due in revoked:
-        watched.revoke(due.hold, alive[due.tenure] or "")
-    if revoked:
-        yield from _renew(store, revoked, watched, budget)
-    for due in not_renewed:
-        if due.tenure not in alive and due.ends_in(watched):
-            try:
-                loss = yield from tenures.why_lost(store.database, due.tenure)
-            except LockError:
-                loss = Loss(Reason.EXPIRED)
-            if due.ends_in(watched):  # not released meanwhile
-                _ = due.lease.lose(loss)
+    return not_renewed

@@ -17,8 +17,9 @@ The watching thread wakes once a second while there is something to watch, and a
 idle for too long. It ends when it has nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
-`dblock.core.holding.lease`), and reports. Neither it nor the threads that it waits for run code of the application (see
-`dblock.core.deliveries`).
+`dblock.core.holding.lease`), and reports. What is reported of a hold is reported once, by its flow or by the watching
+thread, as either finds it out first. The body under a lost lock is ended here, which waits for nothing; code of the
+application is called by another thread (`dblock.core.deliveries`).
 """
 
 from __future__ import annotations
@@ -28,45 +29,39 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from dblock.core import clock, timing
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import Reason, StoreBusy
+from dblock.core.errors import Reason
 from dblock.core.holding.flow import Flows, Hold
 from dblock.core.log import warn
+from dblock.core.observing.events import Kind
+from dblock.core.observing.observers import observers, tell_of
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.watchdog import reaping
 from dblock.core.watchdog.keeper import Keeper, Withdraw, in_background, run_apart
 from dblock.core.watchdog.renewals import renew
-from dblock.core.watchdog.watched import Watched
+from dblock.core.worker import Worker
 
 Where = tuple[Store, Any]
 """A database, and the event loop that its steps run on: None for threads."""
 
 
 class Writes(Protocol):
-    """Rows that are to be written in the background."""
+    """Rows that are to be written in the background (see `dblock.operating.history`)."""
 
-    def begin(self, *, ripe: float = 0.0) -> Iterable[tuple[Store, Any, Steps[None]]]:
-        """The writes that are due: store, event loop (None: one of its own), and steps.
-
-        `ripe`: minimum age in seconds of the oldest row of a write.
-        """
-        ...
+    def begin(self, *, ripe: float = 0.0) -> Iterable[tuple[Store, Any, Steps[None]]]: ...
 
     @property
-    def pending(self) -> bool:
-        """Whether something is to be written, or being written."""
-        ...
+    def pending(self) -> bool: ...
 
 
-class Watchdog(Watched):
+class Watchdog(Worker):
     """Watches all holds of this process."""
 
     keeps: type[Keeper] = Keeper
@@ -74,25 +69,27 @@ class Watchdog(Watched):
     def __init__(
         self,
         flows: Flows,
-        give_back: Callable[[Hold], None],
+        give_back: Callable[[Store, Sequence[Hold]], Steps[object]],
         withdraw: Withdraw,
         prune: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`give_back` releases a hold at the end of the process; `withdraw` is `handover.withdraw`, for a store.
+        """`give_back` releases holds of a store at the end of the process; `withdraw` is `handover.withdraw`, for one.
 
         `prune` closes idle connections whose time is up, without waiting for a server, and returns the local time of
         the next call; `inf` if it is not needed.
         """
-        super().__init__(flows)
-        self._give_back, self._withdraw, self._prune = give_back, withdraw, prune
+        super().__init__("watchdog", "watch over leases")
+        self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
+        self._holds: dict[Hold, None] = {}
+        self._by_key: dict[tuple[Store, str], Hold] = {}
         self._keepers: dict[Where, Keeper] = {}
         self._finalized = False
         """Whether `close` is registered for the end of a child of multiprocessing."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.histories: Writes | None = None
         """The events to write; None if no store keeps a history."""
-        self._ending: list[Hold] | None = None
-        self._ended = threading.Event()
+        self._ending: tuple[list[Hold], threading.Event] | None = None
+        """The holds to release at the end of the process, and what is set when that is done."""
 
     # -- for the flows
 
@@ -108,9 +105,35 @@ class Watchdog(Watched):
                     _ = keeper.ensure()
                 except RuntimeError as error:
                     refused = error
-        if hold.store.reaping is not None and (steps := reaping.begin(hold.store, self._reap_at)) is not None:
-            keeper.begin(steps, long=True)
+        if hold.store.reaping is not None:
+            keeper.begin_to_reap(self._reap_at)
         return (self.wake() if hold.lease.due < self.wakes_at else None) or refused
+
+    def discard(self, hold: Hold) -> bool:
+        """Stop watching a hold, which the caller releases; False if it was not watched.
+
+        A renewal that is under way finds no such tenure.
+        """
+        kept = self._holds.pop(hold, True) is None
+        place = (hold.store, hold.tenure.key)
+        if self._by_key.get(place) is hold:
+            _ = self._by_key.pop(place, None)
+        return kept
+
+    def hold_of(self, store: Store, key: str) -> Hold | None:
+        """The hold of a flow of this process on that key, as a hint, since the row decides; None if it is over."""
+        hold = self._by_key.get((store, key))
+        return hold if hold is not None and hold.lease.remaining() > 0 else None
+
+    def give_up(self, store: Store) -> list[Hold]:
+        """Declare all holds of this process in a database lost; returns those to be released, last one first."""
+        given_up = list[Hold]()
+        for hold in reversed(list(self._holds)):
+            if hold.store is store and self.discard(hold):  # else its flow is releasing it
+                if hold.lease.give_up():
+                    given_up.append(hold)
+                self.announce(hold)
+        return given_up
 
     def keep(self, store: Store, loop: Any, place: Place) -> None:
         """Send heartbeats for a place in a queue from now on."""
@@ -145,11 +168,56 @@ class Watchdog(Watched):
 
     def _keeper(self, store: Store, loop: Any) -> Keeper:
         """The keeper of a database. Under the lock it is not dropped before it has been given something to do."""
-        keeper = self._keepers.get((store, loop))
-        if keeper is None:
-            with self._lock:
-                keeper = self._keepers.setdefault((store, loop), self.keeps(store, loop, self._lock, self._withdraw))
-        return keeper
+        with self._lock:
+            keeper = self._keepers.get((store, loop))
+            if keeper is None:
+                keeper = self._keepers[store, loop] = self.keeps(store, loop, self._lock, self._withdraw)
+            return keeper
+
+    # -- what is told
+
+    def announce(self, hold: Hold) -> None:
+        """Report, once, that a hold is lost."""
+        loss = hold.lease.loss
+        if loss is None or hold.is_snapshot:
+            return
+        seen = hold.snapshot()
+        if not hold.lease.claim_report():
+            return
+        of_majority = any(lock._majority for lock in seen.locks())
+        where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
+        try:
+            warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
+            self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
+            if observers:
+                holder = loss.holder and loss.holder.masked()
+                tell_of(seen, Kind.LOST, held=seen.lease.held, holder=holder, reason=loss.reason)
+        finally:  # last: a signal that one sends may raise here, if this is the main thread
+            for lock in seen.locks():
+                lock._interrupt_body(hold)
+
+    def revoke(self, hold: Hold, words: str) -> None:
+        """Report, once, that a hold was asked back."""
+        told, hold.revoked = hold.revoked is not None, words
+        if told or hold not in self._holds:
+            return
+        warn("%r (fence %d) was asked back: %s", hold.shown, hold.tenure.fence, words)
+        self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
+
+    def _tell(self, who_hears: Callable[[Any], list[Callable[[], object]]], hold: Hold) -> None:
+        """Call those who hear of it in another thread, which sees the hold as its own."""
+        locks = hold.locks()
+
+        def call_all() -> None:
+            with self._flows.again(hold):
+                for call in (call for lock in locks for call in who_hears(lock)):
+                    try:
+                        _ = call()
+                    except Exception as error:  # noqa: BLE001 - a user's
+                        warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)
+
+        if locks:
+            deliveries.put(call_all)
 
     # -- the watching thread
 
@@ -161,14 +229,14 @@ class Watchdog(Watched):
         return super().wake()
 
     def round(self) -> float:
-        if self._ending is not None:
-            self._release_and_write(self._ending)
-            self._ending = None
-            self._ended.set()
         # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
         # Else a process that takes thousands of locks looks at all of them again and again.
         self.wakes_at = latest = clock.now() + timing.DEFAULT.attention
         try:
+            if self._ending is not None:
+                (holds, ended), self._ending = self._ending, None
+                self._release_and_write(holds)
+                ended.set()
             soonest = min(self._prune(), clock.now() + self._look_at_all())
             deliveries.start()
             for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2) if self.histories else ():
@@ -176,7 +244,7 @@ class Watchdog(Watched):
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
             warn("the watchdog failed in one round, and continues: %r", error)
             return latest
-        busy = self._holds or self._keepers or self._to_write or deliveries.stranded
+        busy = self._holds or self._keepers or self._unfinished or deliveries.stranded
         return min(soonest, latest) if busy or soonest < math.inf else math.inf
 
     def _look_at_all(self) -> float:
@@ -193,8 +261,15 @@ class Watchdog(Watched):
                     hold.lease.due = hold.lease.now() + hold.lease.term / 6
                 self._renew(self._keeper(store, loop), holds)
         for where, keeper in list(self._keepers.items()):
-            if not self._dropped(where, keeper):
-                soonest = min(soonest, keeper.look())
+            with self._lock:
+                busy = keeper.places or keeper.tasks or keeper.withdraws
+                used = busy or any((hold.store, hold.loop) == where for hold in list(self._holds))
+                if not used or (keeper.loop is not None and keeper.loop.is_closed()):
+                    del self._keepers[where]
+                    if keeper.renewer is not None:
+                        keeper.renewer.give(None)  # it ends
+                    continue
+            soonest = min(soonest, keeper.look())
         return max(soonest, 0.001)
 
     def _look(self, hold: Hold, now: float) -> float:
@@ -220,75 +295,60 @@ class Watchdog(Watched):
         if late > 0:
             hold.risk_reported = False
         elif not hold.risk_reported:
-            self.tell_risk(hold)
+            hold.risk_reported, seen = True, hold.snapshot()
+            self._tell(lambda lock: lock._who_hears_of_risk(), seen)
+            if observers:
+                tell_of(seen, Kind.AT_RISK, lateness=seen.lease.lateness(now))
         return min(left, lease.due - now if lease.due > now else lease.term / 6, late if late > 0 else math.inf)
 
     def _renew(self, keeper: Keeper, holds: list[Hold]) -> None:
         """Begin to renew them. The test kit replaces this method (`dblock.testing.frozen_renewal`)."""
         for hold in holds if keeper.loop is not None else ():
             hold.lease.reason_if_lost = Reason.BLOCKED  # until it has begun
-        keeper.begin(renew(keeper.store, holds, self))
+        keeper.begin(self._renewing(keeper.store, holds))
 
-    def _dropped(self, where: Where, keeper: Keeper) -> bool:
-        """Whether it had nothing more to do, and was dropped."""
-        with self._lock:
-            used = keeper.busy or any((hold.store, hold.loop) == where for hold in list(self._holds))
-            if used and not keeper.over:
-                return False
-            del self._keepers[where]
-            if keeper.renewer is not None:
-                keeper.renewer.give(None)  # it ends
-        return True
-
-    @property
-    def _withdraws(self) -> bool:
-        """Whether places are to be deleted by a thread, or are being."""
-        return any(keeper.loop is None and keeper.withdraws for keeper in list(self._keepers.values()))
-
-    @property
-    def _to_write(self) -> bool:
-        return self.histories is not None and self.histories.pending
+    def _renewing(self, store: Store, holds: list[Hold]) -> Steps[None]:
+        yield from renew(store, holds, self._holds, self.revoke)
+        _ = self.wake()
 
     # -- the end
+
+    @property
+    def _unfinished(self) -> bool:
+        """Whether places are to be deleted by threads, or events to be written, or are being."""
+        to_write = self.histories is not None and self.histories.pending
+        return to_write or any(keeper.loop is None and keeper.withdraws for keeper in list(self._keepers.values()))
 
     def close(self) -> None:
         """At a normal exit: release the holds of flows that have ended or are ending.
 
         A thread that may still be at work keeps its holds: they are renewed until the process ends, and then expire.
         """
-        mine, ending = self._flows.current(), self._given_up
-        self._given_up = []
+        mine, holds, ended = self._flows.current(), list[Hold](), threading.Event()
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
             if hold.lease.loss is None and (
                 flow is None or flow is mine or flow.ended() or (flow.idle is not None and flow.idle())
             ):
                 _ = self.discard(hold)
-                ending.append(hold)
-        if not (ending or self._withdraws or self._to_write):
+                holds.append(hold)
+        if not (holds or self._unfinished):
             return
         # In the watching thread, since Python 3.12 starts no new ones now, and a database that does not answer must not
         # keep the process from ending.
-        self._ended.clear()
-        self._ending = ending
+        self._ending = holds, ended
         _ = self.wake()
-        _ = self._ended.wait(timing.DEFAULT.patience)
+        _ = ended.wait(timing.DEFAULT.patience)
 
     def _release_and_write(self, holds: list[Hold]) -> None:
-        """Release the holds, but none of a database after one has failed; delete places, and write the history."""
-        silent = set[Store]()
-        for hold in holds:
-            try:
-                if hold.store not in silent:
-                    self._give_back(hold)
-            except Exception as error:  # noqa: BLE001 - the others must be released
-                warn("could not release %r at exit: %s", hold.shown, error)
-                if not isinstance(error, StoreBusy):
-                    silent.add(hold.store)
-        while self._to_write or self._withdraws:  # by another thread; `close` does not wait for long
+        """Release the holds, delete places, and write the history."""
+        for store in dict.fromkeys(hold.store for hold in holds):
+            of_store = [hold for hold in holds if hold.store is store]
+            run_apart(in_background(store, self._give_back(store, of_store)), store)
+        while self._unfinished:  # by another thread; `close` does not wait for long
             for store, _, steps in self.histories.begin() if self.histories else ():
                 run_apart(steps, store)
-            for keeper in list(self._keepers.values()):
-                if keeper.loop is None:
-                    drive(in_background(keeper.withdraw_all()))
+            for (store, loop), keeper in list(self._keepers.items()):
+                if loop is None:
+                    drive(in_background(store, keeper.withdraw_all()))
             time.sleep(0.005)
