@@ -7,7 +7,7 @@ Where to look for:
 
     where a key is taken          `acquire.acquiring`, for `lock.entering`; `acquire.waiting` waits for it
     what keeps it                 `watchdog.renewals` renews its lease, which `holding.lease` trusts until a local time
-    where it is lost              `holding.lease`, by time; `watchdog.watched` tells the holder;
+    where it is lost              `holding.lease`, by time; `watchdog.watchdog` tells the holder;
                                   `protocol.tenures.why_lost` reads the reason
     how it is left                `lock.leaving`; `acquire.handover` hands it to the next, or frees it
     what an interrupt undoes      `protocol.drive` throws it into the steps; `acquire.local_queue` says what each stage

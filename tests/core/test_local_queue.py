@@ -373,7 +373,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
 
 
 def test_an_inheritance_that_is_interrupted() -> None:
-    """The database has it already: the third finds no place, and the second leaves none that would be granted the key."""
+    """The database has it already: the third finds no place, and the second leaves none for a grant."""
     world, process, tenure, first, second = two_that_ask(1.0)
     third = acquiring.acquire(Attempt(process.site, wish(flow="third"), 300, lambda: process, held_in_process=True))
     begun(world, third, "wait")
