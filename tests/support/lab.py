@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from django.db import connections
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -324,6 +325,4 @@ def expire(subject: Subject, key: str = "k") -> None:
 
 def close_django(database: str, suffix: str = "") -> None:
     """Close this thread's connection."""
-    from django.db import connections
-
     connections[ALIASES[database] if not suffix else f"{database}{suffix}"].close()
