@@ -28,10 +28,17 @@ PLAIN = {name: value for name, value in os.environ.items() if name != "DJANGO_SE
 """The environment of a process without Django."""
 
 
-def python(*arguments: str, environment: dict[str, str] = PLAIN, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """What a Python of its own has said."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+def python(code: str, *arguments: str, environment: dict[str, str] = PLAIN) -> str:
+    """What a Python of its own has said, which ran to its end."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def django(code: str, environment: dict[str, str]) -> str:
+    """The same of one on a Django site."""
+    return python(f"import django\ndjango.setup()\n{code}", environment=environment)
 
 
 def beats_site(directory: Path) -> dict[str, str]:
@@ -115,9 +122,9 @@ def redelivering(seconds: float) -> dict[str, float]:
 
 
 class Celery:
-    """The app of the tests on a broker and a database, and its workers."""
+    """The app of the tests on a broker and PostgreSQL, and its workers."""
 
-    def __init__(self, broker: str, database: str, directory: Path, **told: Any) -> None:
+    def __init__(self, broker: str, directory: Path, **told: Any) -> None:
         results = directory / "results"
         results.mkdir()
         self.told = {
@@ -129,15 +136,7 @@ class Celery:
             "broker_transport_options": {},
             **told,
         }
-        if broker.startswith("filesystem:"):
-            for name in ("messages", "control"):
-                (directory / name).mkdir()
-            self.told["broker_transport"] = "example_project.messages:Transport"
-            self.told["broker_transport_options"] = {
-                "data_folder_in": str(directory / "messages"),
-                "control_folder": str(directory / "control"),
-            }
-        self._directory, self._database, self.workers = directory, url(database), list[Worker]()
+        self._directory, self._database, self.workers = directory, url("postgresql"), list[Worker]()
         self._started = 0
         self.resume()
 
@@ -148,13 +147,9 @@ class Celery:
         locked.RUNS.metadata.create_all(locked.engine())
         locked.app.control.purge()
 
-    def worker(self, *arguments: str, **told: Any) -> Worker:
+    def worker(self, *arguments: str) -> Worker:
         """Start one more, and wait until it takes tasks."""
-        environment = {
-            **PLAIN,
-            "CELERY_TEST": json.dumps({**self.told, **told}),
-            "CELERY_TEST_DATABASE": self._database,
-        }
+        environment = {**PLAIN, "CELERY_TEST": json.dumps(self.told), "CELERY_TEST_DATABASE": self._database}
         self._started += 1
         worker = Worker(environment, self._directory / f"worker{self._started}", *arguments)
         self.workers.append(worker)
@@ -208,13 +203,12 @@ def rabbitmq() -> Iterator[RabbitMQ]:
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Celery]]:
-    """Makes an app on a broker ("redis", "rabbitmq", "filesystem") and a database, with settings."""
+    """Makes an app on a broker ("redis" or "rabbitmq"), with settings."""
     made = list[Celery]()
 
-    def maker(broker: str = "redis", database: str = "postgresql", **told: Any) -> Celery:
-        ready(request, database)
-        address = "filesystem://" if broker == "filesystem" else request.getfixturevalue(broker).url
-        made.append(Celery(address, database, tmp_path, **told))
+    def maker(broker: str = "redis", **told: Any) -> Celery:
+        ready(request, "postgresql")
+        made.append(Celery(request.getfixturevalue(broker).url, tmp_path, **told))
         return made[-1]
 
     yield maker
@@ -243,16 +237,16 @@ def overlaps() -> list[Any]:
     return found
 
 
-def held(database: str = "postgresql") -> list[Any]:
+def held() -> list[Any]:
     """The keys that somebody holds."""
-    return [row[0] for row in run(database, "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
+    return [row[0] for row in run("postgresql", "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
 
 
 @pytest.fixture(scope="session")
 def standing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
     """An app on Redis and PostgreSQL with one worker, for all tests that leave it as they found it."""
     _ = ready(request, "postgresql")
-    celery = Celery(request.getfixturevalue("redis").url, "postgresql", tmp_path_factory.mktemp("celery"))
+    celery = Celery(request.getfixturevalue("redis").url, tmp_path_factory.mktemp("celery"))
     celery.worker()
     yield celery
     celery.close()

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Engine
 
 from dblock.celery import current_lock, locked_task
 from dblock.core.errors import LockLost
-from sqlalchemy_dblock import LockTimeout, db_lock
+from sqlalchemy_dblock import db_lock
 
 RUNS = Table(
     "celery_runs",
@@ -106,15 +106,6 @@ def plain(number: int, by: int = 1) -> int:
     return number + by
 
 
-@locked("carried {resource}", scope="queue", ttl=3, max_retries=2)
-def carried_retry(self: Any, resource: str) -> Any:
-    """Likewise, and its lock goes along with the message."""
-    fence = current_lock().fence
-    if self.request.retries < 2:
-        raise self.retry(countdown=0.2)
-    return str(fence)
-
-
 @locked("late {resource}", ttl=3, acks_late=True, reject_on_worker_lost=True)
 def late(self: Any, resource: str, seconds: float = 0.5) -> str:
     """Is delivered again where its worker dies."""
@@ -171,9 +162,9 @@ def heedless(self: Any, resource: str) -> str:
 
 
 @app.task
-def where_am_i() -> dict[str, Any]:
-    """What a worker of this app has imported."""
-    return {"django": "django.db" in sys.modules, "pid": os.getpid()}
+def has_django() -> bool:
+    """Whether a worker of this app has imported it."""
+    return "django.db" in sys.modules
 
 
 @app.task(ignore_result=True)
@@ -184,12 +175,5 @@ def count() -> None:
     redis.Redis.from_url(app.conf.broker_url).incr("done")
 
 
-@app.task
-def wrap_up(results: Any) -> Any:
-    """The end of a chord, or a link."""
-    return results
-
-
-__all__ = ["LockTimeout"]
 if "CELERY_TEST" in os.environ:
     use(json.loads(os.environ["CELERY_TEST"]), where)

@@ -30,7 +30,6 @@ from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ALIASES, ready, run, timed, url
 
-LONG = os.environ.get("DBLOCK_CELERY") == "long"
 HOUR = 3600.0
 
 
@@ -346,25 +345,16 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
 
 
 def test_a_standby_says_so_once(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
-    """And who is active."""
-    first, second = make(), make()
-    with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
-        first.tick()
-        another.submit(second.tick, 5).result()
-        another.submit(second.scheduler.close).result()
-    [said] = [each for each in caplog.messages if "standing by" in each]
-    assert f"pid {os.getpid()}" in said
-
-
-def test_standing_by_is_no_attempt_that_fails(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
-    """Neither metrics nor a history nor the log have it; but that it has become active they do."""
+    """And who is active. It is no attempt that fails, to metrics and a history; that it has become active they have."""
     first, second, events = make(), make(), list[Event]()
     stop = observe(events.append)
     try:
-        with ThreadPoolExecutor(1) as another:
+        with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
             first.tick()
             another.submit(second.tick, 5).result()
             assert {event.kind for event in events} == {Kind.ACQUIRED}
+            [said] = [each for each in caplog.messages if "standing by" in each]
+            assert f"pid {os.getpid()}" in said
             first.close()
             another.submit(second.tick, 5).result()
             another.submit(second.scheduler.close).result()

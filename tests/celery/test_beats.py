@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kombu import Connection
 
-from tests.celery.conftest import PLAIN, ROOT, beats_site, python, wait_until
+from tests.celery.conftest import PLAIN, ROOT, beats_site, django, wait_until
 from tests.conftest import ready, run, url
 from tests.support.servers import Redis
 
@@ -151,8 +151,6 @@ def test_after_a_kill_or_a_freeze_another_one_sends(
 
 
 DJANGO = """
-import django
-django.setup()
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
 from datetime import datetime, timedelta, timezone
@@ -167,14 +165,10 @@ long_ago = datetime.now(timezone.utc) - timedelta(days=2)
 PeriodicTask.objects.create(name="rare", task="t", interval=rarely, args=json.dumps(["rare"]), last_run_at=long_ago)
 """
 TOLD = """
-import django
-django.setup()
 from django_celery_beat.models import PeriodicTask
 print(*[PeriodicTask.objects.get(name=name).total_run_count for name in ("a", "rare")])
 """
 LATE = """
-import django
-django.setup()
 from datetime import datetime, timedelta, timezone
 from django_celery_beat.models import PeriodicTask, PeriodicTasks
 long_ago = datetime.now(timezone.utc) - timedelta(days=2)
@@ -185,8 +179,6 @@ PeriodicTasks.update_changed()
 
 
 AGAIN = """
-import django
-django.setup()
 from datetime import datetime, timezone
 from django_celery_beat.models import PeriodicTask
 import time
@@ -201,35 +193,31 @@ def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Pat
     """The beat that takes over knows what was sent, whatever its tables say; and does what their users say."""
     beats = make(**beats_site(tmp_path))
 
-    def django(code: str) -> str:
-        done = python("-c", code, environment=beats.environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def told(code: str) -> str:
+        return django(code, beats.environment)
 
-    django(DJANGO)
+    _ = told(DJANGO)
     first, second = beats.start(), beats.start()
     assert beats.active() == first
     wait_until(lambda: beats.text(first).count("Sending due task a") >= 3)
     beats.end(signal.SIGKILL, of=first)
-    django(LATE)
+    _ = told(LATE)
     wait_until(lambda: "Schedule changed" in beats.text(second))
     wait_until(lambda: beats.text(second).count("Sending due task a") >= 2)
     again = 2 if LONG else 1
     for times in range(1, again + 1):
-        django(AGAIN)
+        _ = told(AGAIN)
         wait_until(lambda: beats.text(second).count("Sending due task once") == times)  # noqa: B023
     beats.close()
     sent = beats.sent()
     assert (len(sent["once"]), len(sent["rare"])) == (1 + again, 1)
-    assert django(TOLD).split() == [str(len(sent["a"])), "1"]
+    assert told(TOLD).split() == [str(len(sent["a"])), "1"]
     logs = beats.text(first) + beats.text(second)
     assert len(sent["a"]) == logs.count("Sending due task a")
     assert "Traceback" not in logs
 
 
 UNSENT = """
-import django
-django.setup()
 from celery import Celery
 from django.core.management import call_command
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
@@ -261,15 +249,12 @@ scheduler.close()
 """
 
 
-def test_what_the_broker_did_not_take_is_not_written_down_as_sent(make: Callable[..., Beats], tmp_path: Path) -> None:
+def test_what_the_broker_did_not_take_is_not_written_down_as_sent(tmp_path: Path) -> None:
     """Though Celery has the schedule saved with each message, sent or not."""
-    done = python("-c", UNSENT, environment=make(**beats_site(tmp_path)).environment)
-    assert done.returncode == 0, done.stderr
+    _ = django(UNSENT, beats_site(tmp_path))
 
 
 NEW = """
-import django
-django.setup()
 import time
 from celery import Celery
 from django.core.management import call_command
@@ -288,9 +273,6 @@ assert moments[0] == moments[1], moments
 """
 
 
-def test_an_entry_of_the_settings_that_is_new_counts_from_the_first_beat(
-    make: Callable[..., Beats], tmp_path: Path
-) -> None:
+def test_an_entry_of_the_settings_that_is_new_counts_from_the_first_beat(tmp_path: Path) -> None:
     """Though each beat that becomes active saves its row anew: a fail-over does not begin that time again."""
-    done = python("-c", NEW, environment=make(**beats_site(tmp_path)).environment)
-    assert done.returncode == 0, done.stderr
+    _ = django(NEW, beats_site(tmp_path))

@@ -19,7 +19,6 @@ from tests.conftest import run
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
 
-LONG = os.environ.get("DBLOCK_CELERY") == "long"
 LEASE = 3.0
 """Seconds: that of the tasks."""
 
@@ -56,16 +55,7 @@ def _kinds(outcomes: list[Any]) -> tuple[int, int, int]:
 def test_no_django(celery: Celery) -> None:
     """An app without Django has none of it afterwards."""
     assert locked.plain.delay(3, by=4).get(timeout=20) == 7
-    assert locked.where_am_i.delay().get(timeout=20)["django"] is False
-
-
-def test_its_own_retry_takes_the_lock_along(celery: Celery) -> None:
-    """One tenure from the first sending to the last run."""
-    kept = locked.carried_retry.delay("r")
-    assert locked.carried_retry.delay("r").id == kept.id
-    [first] = run("postgresql", "SELECT fence FROM locks WHERE lock_key = 'carried r'")
-    assert kept.get(timeout=30) == str(first[0])
-    assert not held()
+    assert locked.has_django.delay().get(timeout=20) is False
 
 
 def test_a_long_task_keeps_its_lock(celery: Celery) -> None:
@@ -123,17 +113,23 @@ def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
         assert task.delay("r").get(timeout=20) == "done r"
 
 
-def test_a_killed_process_keeps_nobody_waiting_for_long(celery: Celery) -> None:
-    """A waiting task runs when the lease has ended; its task is run again, if it is acknowledged late."""
-    result = locked.late.delay("r", 1.0)
+@pytest.mark.parametrize("scope", ["run", "queue"])
+def test_a_killed_process_keeps_nobody_waiting_for_long(make: Callable[..., Celery], scope: str) -> None:
+    """Its message is delivered again, and runs when the lease has ended.
+
+    It dies before its first renewal: with "queue", when it has used its token.
+    """
+    celery = make(task_acks_late=True, task_reject_on_worker_lost=True)
+    celery.worker()
+    result = locked.TASKS["retry", scope].delay("r", 0.6)
     wait_until(runs)
-    [holder] = run("postgresql", "SELECT pid FROM locks WHERE lock_key = 'late r'")
-    os.kill(int(str(holder[0])), signal.SIGKILL)
+    [(pid, fence)] = run("postgresql", "SELECT pid, fence FROM locks WHERE owner IS NOT NULL")
+    os.kill(int(str(pid)), signal.SIGKILL)
     killed = time.monotonic()
-    assert result.get(timeout=40) == "done"
+    assert result.get(timeout=40) == "done r"
     assert time.monotonic() - killed > LEASE - 1
     first, second = runs()
-    assert first.ended is None
+    assert (first.ended, first.fence) == (None, str(fence))
     assert int(first.fence) < int(second.fence)
 
 
@@ -148,22 +144,6 @@ def test_a_message_that_is_delivered_again_runs_by_itself(make: Callable[..., Ce
     time.sleep(3)
     assert celery.log().count(f"late[{result.id}] received") > 1
     assert not [each for each in overlaps() if each[0].ended is None or each[0].ended > each[1].began]
-
-
-def test_a_worker_killed_when_it_has_used_its_token(make: Callable[..., Celery]) -> None:
-    """Before its first renewal: the message is delivered again, and its run begins when the lease has ended."""
-    celery = make(task_acks_late=True, task_reject_on_worker_lost=True)
-    celery.worker()
-    result = locked.TASKS["retry", "queue"].delay("r", 0.6)
-    wait_until(runs)
-    [(pid, fence)] = run("postgresql", "SELECT pid, fence FROM locks WHERE owner IS NOT NULL")
-    os.kill(int(str(pid)), signal.SIGKILL)
-    killed = time.monotonic()
-    assert result.get(timeout=40) == "done r"
-    assert time.monotonic() - killed > LEASE - 1
-    first, second = runs()
-    assert (first.ended, first.fence) == (None, str(fence))
-    assert int(first.fence) < int(second.fence)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])

@@ -10,7 +10,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from dblock import db_lock
-from tests.celery.conftest import beats_site, python
+from tests.celery.conftest import beats_site, django, python
 from tests.conftest import ALIASES, ready, run
 
 
@@ -66,13 +66,10 @@ assert (entry["schedule"], entry["options"]) == (60.0, {"expires": 60.0})
 found = app.tasks[entry["task"]].apply(kwargs=entry["kwargs"]).get()
 assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, found
 """
-    done = python("-c", code, str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    _ = python(code, str(tmp_path))
 
 
 SCHEDULED = """
-import django
-django.setup()
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
@@ -89,9 +86,8 @@ assert "dblock.W005" not in [found.id for found in run_checks(include_deployment
 
 def test_django_celery_beat_is_told_of_it(tmp_path: Path) -> None:
     """Again and again: there is one entry."""
-    done = python("-c", SCHEDULED, environment=beats_site(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "django-celery-beat runs dblock.reap_expired every 30 s"
+    told = django(SCHEDULED, beats_site(tmp_path))
+    assert told.splitlines()[-1] == "django-celery-beat runs dblock.reap_expired every 30 s"
 
 
 def test_without_django_celery_beat_it_is_said_what_to_do() -> None:

@@ -35,6 +35,7 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
+from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
 from tests.conftest import ready, run, url
@@ -53,11 +54,11 @@ def somebody(engine: Engine, key: str) -> Iterator[Any]:
             elsewhere.submit(lock.release).result()
 
 
-def seconds_left() -> float:
-    """Seconds of the current lock's lease, in the database."""
-    info = current_lock().inspect()
+def known(lock: Any) -> LockInfo:
+    """What the database says of a lock whose key has a row."""
+    info: LockInfo | None = lock.inspect()
     assert info is not None
-    return info.remaining
+    return info
 
 
 def elsewhere(call: Callable[[], Any]) -> Any:
@@ -69,10 +70,15 @@ def elsewhere(call: Callable[[], Any]) -> Any:
 class Site:
     """An app, and the worker that the test is."""
 
-    def __init__(self, directory: Path, engine: Engine) -> None:
-        self.app = celery.Celery(f"site{next(NUMBERS)}", broker="memory://", backend=f"file://{directory}")
-        self.app.conf.task_default_queue = self.app.main
-        self.engine = engine
+    def __init__(self, directory: Path, engine: Engine | None, **options: Any) -> None:
+        (directory / "results").mkdir()
+        name, results = f"site{next(NUMBERS)}", f"file://{directory}/results"
+        self.app = celery.Celery(name, broker="memory://", backend=results, **options)
+        self.app.conf.task_default_queue = name
+        self.engine: Any = engine
+        self.app.set_current()
+        with self.app.connection_for_write() as connection:
+            kombu.Queue(name, exchange=name, routing_key=name)(connection.default_channel).declare()
 
     def task(self, key: Any = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
         """A locked task of that app."""
@@ -91,14 +97,12 @@ class Site:
         with self.app.connection_for_read() as connection:
             return int(connection.default_channel.queue_declare(self.app.main, durable=True).message_count)
 
-    def fetch(self, *, redelivered: bool = False) -> Request:
+    def fetch(self) -> Request:
         """The next message, as a worker sees it."""
         with self.app.connection_for_read() as connection:
             message = connection.default_channel.basic_get(self.app.main, no_ack=True)
             assert message is not None
             message.accept = prepare_accept_content(self.app.conf.accept_content)
-            if redelivered:
-                message.delivery_info["redelivered"] = True
             return self.request(message)
 
     def request(self, message: Any) -> Request:
@@ -116,6 +120,11 @@ class Site:
         request = self.fetch()
         request.execute()
         return request
+
+    def ran(self, sent: Any) -> Any:
+        """What a task returned whose message is the next one."""
+        _ = self.run()
+        return sent.get()
 
     def held(self) -> dict[str, str]:
         """The keys that somebody holds, and for which task."""
@@ -138,13 +147,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, engine: Engine) -> Iterator[Site]:
     """An app on a broker in memory."""
-    (tmp_path / "results").mkdir()
-    site = Site(tmp_path / "results", engine)
-    site.app.set_current()
-    with site.app.connection_for_write() as connection:
-        connection.default_channel.queue_declare(site.app.main, durable=True)
-        exchange = kombu.Queue(site.app.main, exchange=site.app.main, routing_key=site.app.main)
-        exchange(connection.default_channel).declare()
+    site = Site(tmp_path, engine)
     yield site
     site.app.close()
 
@@ -198,8 +201,7 @@ def test_the_key_is_made_of_the_call(site: Site, key: Any, args: Any, kwargs: An
 
     @site.task(key, label="why", scope="queue")
     def work(self: Any, a: Any, b: int = 2, **rest: Any) -> Any:
-        info = current_lock().inspect()
-        assert info is not None
+        info = known(current_lock())
         return [current_lock().key, info.label, info.identity.celery_task_id]
 
     result = work.delay(*args, **kwargs)
@@ -219,9 +221,7 @@ def test_a_key_by_default_is_that_of_the_arguments(site: Site) -> None:
 
     keys = []
     for args, kwargs in (([1], {}), ([], {"a": 1}), ([1, None], {}), ([2], {}), ([(1, 2)], {}), ([[1, 2]], {})):
-        result = work.apply_async(args, kwargs)
-        site.run()
-        keys.append(result.get())
+        keys.append(site.ran(work.apply_async(args, kwargs)))
     assert keys[0] == keys[1] == keys[2]
     assert keys[0] != keys[3] != keys[4] == keys[5]
     assert keys[0].startswith(f"{work.name}:")
@@ -363,9 +363,7 @@ def test_a_task_has_all_options_of_celery(site: Site) -> None:
     assert own(3) == 3
     assert own.apply((4,)).get() == 4
     assert own.__doc__ == "Says so."
-    result = own.delay(5)
-    site.run()
-    assert result.get() == 5
+    assert site.ran(own.delay(5)) == 5
 
     @locked_task
     def bare(a: int) -> None: ...
@@ -408,9 +406,7 @@ def test_a_base_and_the_apps_own_class(site: Site) -> None:
         assert work() == work.apply().get() == "k"
         assert keys == ["k", "k"]
         keys.clear()
-    result = work.delay()
-    site.run()
-    assert (result.get(), keys) == ("k", ["sent", "k"])
+    assert (site.ran(work.delay()), keys) == ("k", ["sent", "k"])
     app.close()
 
 
@@ -564,9 +560,7 @@ def test_a_busy_key(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) 
     work = site.task("k", on_busy=on_busy, **({"timeout": 0.3} if waits else {}))(its_key)
 
     def message() -> Any:
-        result = work.delay()
-        site.run()
-        return result.get()
+        return site.ran(work.delay())
 
     with somebody(site.engine, "k"):
         began = time.monotonic()
@@ -622,7 +616,7 @@ def test_a_second_call_is_answered_with_the_first(site: Site) -> None:
 
     @site.task("k", scope="queue", ttl=3)
     def work(self: Any) -> Any:
-        return [work.delay().id, elsewhere(work.delay).id, seconds_left() < 4]
+        return [work.delay().id, elsewhere(work.delay).id, known(current_lock()).remaining < 4]
 
     first = work.delay()
     assert site.held() == {"k": first.id}
@@ -763,9 +757,7 @@ def test_a_retry_that_is_not_sent_keeps_the_lock_here(site: Site, monkeypatch: p
         current_lock().check()
         return current_lock().verify()
 
-    first = work.apply_async()
-    site.run()
-    assert first.get() is True
+    assert site.ran(work.apply_async()) is True
     assert not site.held()
 
 
@@ -859,12 +851,11 @@ def test_a_queued_lock_lasts_until_the_task_is_due(site: Site) -> None:
 
     @site.task("k", scope="queue", queue_ttl=50)
     def work(self: Any) -> Any:
-        return current_lock().ttl, seconds_left()
+        return current_lock().ttl, known(current_lock()).remaining
 
     for options, least in (({"countdown": 1000}, 1000), ({"eta": datetime.now(UTC) + timedelta(hours=1)}, 3590)):
         result = work.apply_async(**options)
-        info = db_lock(site.engine, "k").inspect()
-        assert info is not None
+        info = known(db_lock(site.engine, "k"))
         assert least + 40 < info.remaining <= least + 60
         site.run()
         ttl, remaining = result.get()
@@ -878,9 +869,7 @@ def test_a_queued_lock_lasts_until_the_task_is_due(site: Site) -> None:
 def test_nothing_that_hangs_on_a_message_is_lost(site: Site) -> None:
     """Another message can stand for a call, but not for what was to come after it."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any, *_: Any) -> Any:
-        return "done"
+    work = site.task("k", scope="queue")(done)
 
     @site.app.task(shared=False, name=f"{site.app.main}.then")
     def then(results: Any) -> Any:
@@ -947,13 +936,8 @@ def test_what_was_busy_before_a_retry_does_not_count_after_it(site: Site) -> Non
 def test_what_has_its_id_already_is_sent(site: Site) -> None:
     """The end of a chain, what replaces a task, and a link: somebody waits for just that result."""
 
-    @site.task("k", scope="queue")
-    def work(self: Any) -> str:
-        return "done"
-
-    @site.task("r", scope="queue", on_busy="raise")
-    def strict(self: Any) -> str:
-        return "done"
+    work = site.task("k", scope="queue")(done)
+    strict = site.task("r", scope="queue", on_busy="raise", name="strict")(done)
 
     @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
     def replaced(self: Any) -> Any:
@@ -1040,9 +1024,7 @@ def test_min_hold_is_that_of_the_run(site: Site) -> None:
     def work(self: Any) -> list[str]:
         return list(site.held())
 
-    first = work.delay()
-    site.run()
-    assert first.get() == ["k"]
+    assert site.ran(work.delay()) == ["k"]
 
 
 def test_a_retry_with_other_arguments_has_another_key(site: Site) -> None:
@@ -1083,14 +1065,8 @@ def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest
 def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.MonkeyPatch, on_busy: str) -> None:
     """The message goes back, with the lock that it carries, whatever becomes of one whose key is busy."""
 
-    @site.task("k", on_busy=on_busy)
-    def run(self: Any) -> str:
-        return "done"
-
-    @site.task("q", scope="queue", on_busy=on_busy)
-    def queue(self: Any) -> str:
-        return "done"
-
+    run = site.task("k", on_busy=on_busy)(done)
+    queue = site.task("q", scope="queue", on_busy=on_busy, name="queue")(done)
     results = [run.delay(), queue.delay()]
     with monkeypatch.context() as away:
         away.setattr(tenures, "send", refuse)
@@ -1151,8 +1127,7 @@ def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
 
     work = site.task("k", scope="queue", queue_ttl=50)(nothing)
     _ = work.apply_async(eta=datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=1))
-    info = db_lock(site.engine, "k").inspect()
-    assert info is not None
+    info = known(db_lock(site.engine, "k"))
     assert 3640 < info.remaining < 3660
     assert abs((site.fetch()._eta - datetime.now(UTC)).total_seconds() - 3600) < 5
 
@@ -1188,9 +1163,7 @@ def test_a_task_may_call_its_own_function(site: Site, scope: str) -> None:
         assert current_lock().verify()
         return [current_lock().key, *inner]
 
-    result = work.delay(3)
-    site.run()
-    assert result.get() == ["k3", "k2", "k1", "k0"]
+    assert site.ran(work.delay(3)) == ["k3", "k2", "k1", "k0"]
     assert not site.held()
 
     @locked_task("walk{n}", engine=site.engine, app=site.app, max_retries=5)
@@ -1198,9 +1171,7 @@ def test_a_task_may_call_its_own_function(site: Site, scope: str) -> None:
         return [current_lock().key, *(walk(n - 1) if n else [])]
 
     assert walk(2) == ["walk2", "walk1", "walk0"]
-    result = walk.delay(1)
-    site.run()
-    assert result.get() == ["walk1", "walk0"]
+    assert site.ran(walk.delay(1)) == ["walk1", "walk0"]
 
 
 @pytest.mark.parametrize("where", ["detach", "release"])
@@ -1247,8 +1218,7 @@ def test_what_ends_before_it_came_to_its_lock(site: Site, how: str, scope: str) 
     result = work.delay()
     queued = site.held()
     assert queued == {"k" if scope == "queue" else "k (queued)": result.id}
-    info = db_lock(site.engine, *queued).inspect()
-    assert info is not None
+    info = known(db_lock(site.engine, *queued))
     site.run()
     if how == "retry":
         assert site.held() == queued
@@ -1306,9 +1276,6 @@ def test_the_retry_of_one_that_runs_takes_a_place(site: Site) -> None:
     assert site.messages() == 0
 
 
-# -- seen from outside
-
-
 # -- messages that somebody else wrote
 
 
@@ -1337,14 +1304,12 @@ def test_a_token_of_another_key_is_no_lock(site: Site, scope: str, of: str) -> N
         other = site.task("k{n}", scope="queue")(work_of_others)
         _ = other.delay(2)
         key, token = "k2", header(site.fetch()).token
-    before = db_lock(site.engine, key).inspect()
-    assert before is not None
+    before = known(db_lock(site.engine, key))
     result = forge(site, work, (1,), token=token)
     site.run()
     assert result.get()[0] == "k1"
     assert result.get()[1] != before.fence
-    after = db_lock(site.engine, key).inspect()
-    assert after is not None
+    after = known(db_lock(site.engine, key))
     assert (after.fence, after.count, after.identity) == (before.fence, before.count, before.identity)
     assert list(site.held()) == [key]
 
@@ -1413,8 +1378,7 @@ def test_the_lock_travels_with_every_kind_of_message(site: Site, serializer: str
             work.serializer = serializer if of_the_task else "json"
             result = work.apply_async((value,), serializer=serializer)
             [taken] = site.held()
-            info = db_lock(site.engine, taken).inspect()
-            assert info is not None
+            info = known(db_lock(site.engine, taken))
             site.run()
             assert result.get() == [taken, info.fence]
             assert not site.held()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from dblock.management.commands.dblock import Command
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ALIASES, DATABASES, ready, run, url
 from tests.support.lab import ROOT
+
+SETTINGS = {"DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,19 @@ class Shell:
         **options: Any,
     ) -> subprocess.Popen[str]:
         """Begin it; through another command, if one is given."""
-        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), **env_more}
+        environment = {**os.environ, **SETTINGS, **env_more}
         given: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         given |= {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}  # without a terminal
         return subprocess.Popen([*through, *self.argv(*arguments)], **{**given, **options})
+
+    def at_a_terminal(self, *arguments: str, **environment: str) -> tuple[int, int]:
+        """Run it in the foreground of one; the process, and the other end."""
+        pid, master = pty.fork()
+        if pid == 0:
+            os.chdir(ROOT)
+            argv = self.argv(*arguments)
+            os.execve(argv[0], argv, {**os.environ, **SETTINGS, **environment})
+        return pid, master
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end in this process, without a terminal."""
@@ -91,17 +104,36 @@ EACH = [
 ]
 
 
-@pytest.fixture(params=EACH, ids=str)
-def shell(request: pytest.FixtureRequest) -> Shell:
-    """Each in turn, with empty tables."""
-    ready(request, request.param.database)
-    found: Shell = request.param
-    return found
+def until_said(master: int, text: bytes) -> bytes:
+    """What comes out of a terminal up to that text."""
+    seen = b""
+    while text not in seen:
+        seen += os.read(master, 1000)
+    return seen
 
 
-@pytest.fixture(params=[EACH[0], EACH[2]], ids=str)
-def one(request: pytest.FixtureRequest) -> Shell:
-    """One of each face, for what is not about the database."""
-    ready(request, request.param.database)
-    found: Shell = request.param
-    return found
+def rest_of(master: int) -> bytes:
+    """What else comes out of a terminal until its process ends."""
+    seen = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while more := os.read(master, 10000):
+            seen += more
+    os.close(master)
+    return seen
+
+
+def each_of(shells: Sequence[Shell]) -> Any:
+    """A fixture: each of them in turn, with empty tables."""
+
+    @pytest.fixture(params=shells, ids=str)
+    def fixture(request: pytest.FixtureRequest) -> Shell:
+        _ = ready(request, request.param.database)
+        shell: Shell = request.param
+        return shell
+
+    return fixture
+
+
+shell = each_of(EACH)
+one = each_of([EACH[0], EACH[2]])
+"""One of each face, for what is not about the database."""

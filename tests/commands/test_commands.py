@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -26,7 +25,7 @@ from dblock.core.text import printable
 from dblock.operating.commands.console import span, table
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
-from tests.commands.conftest import EACH, Shell
+from tests.commands.conftest import EACH, Shell, rest_of, until_said
 from tests.conftest import SERVERS, timed, url
 from tests.support.hung import hung
 from tests.support.lab import until
@@ -229,19 +228,14 @@ def test_at_a_terminal_it_asks(one: Shell, answer: str, freed: bool) -> None:
     """And shows whom it is about."""
     lock = one.lock("k", ttl=60, label="nightly")
     lock.acquire()
-    master, slave = pty.openpty()
-    process = one.start("release", "k", stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
-    seen = b""
-    while b"[y/N]" not in seen:
-        seen += os.read(master, 1000)
+    pid, master = one.at_a_terminal("release", "k")
+    seen = until_said(master, b"[y/N]")
     assert b'"nightly"' in seen
     assert b"Its holder is not stopped" in seen
     os.write(master, answer.encode())
-    assert process.wait(20) == (0 if freed else 2)
-    assert (b"was freed" if freed else b"nothing was done") in os.read(master, 1000)
-    process.communicate()
-    os.close(master)
+    assert (b"was freed" if freed else b"nothing was done") in rest_of(master)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if freed else 2)
     if freed:
         with pytest.raises(LockLost):
             lock.release()
@@ -310,6 +304,10 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("run", "-n", "-w", "1", "k", "true"),
         ("run", "", "--", "true"),
         ("run", "x" * 256, "--", "true"),
+        ("show", ""),
+        ("show", "x" * 256),
+        ("release", "--yes", ""),
+        ("release", "--yes", "x" * 256),
     ):
         done = one(*wrong)
         assert done.returncode == 2, wrong
@@ -423,13 +421,6 @@ def test_a_view_on_paper(one: Shell) -> None:
     process.stdout.close()
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (141, "")
-
-
-@pytest.mark.parametrize("wrong", ["", "k" * 256])
-def test_what_is_no_key(one: Shell, wrong: str) -> None:
-    """A user's mistake."""
-    for verb in (["show"], ["release", "--yes"]):
-        assert one(*verb, wrong).returncode == 2
 
 
 def test_no_password_is_shown() -> None:

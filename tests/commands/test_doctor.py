@@ -228,7 +228,6 @@ def postgresql_setting(name: str, value: str | None) -> None:
 
 
 @pytest.mark.direct
-@pytest.mark.direct
 @pytest.mark.parametrize("database", INNODB)
 def test_a_server_that_takes_no_writes(lowly: Callable[..., URL], database: str) -> None:
     """A replica, as a rule."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
 
-from tests.commands.conftest import Shell
+from tests.commands.conftest import Shell, rest_of
 from tests.support.lab import ROOT, until
 
 
@@ -38,28 +38,17 @@ def test_snapshots_as_json(shell: Shell) -> None:
 
 def test_a_live_view(one: Shell) -> None:
     """Full screen; who waits most stands first; Ctrl-C leaves the terminal as it was."""
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    environment |= {"COLUMNS": "140", "LINES": "24"}
     with one.lock("quiet"), one.lock("wanted", label="import"):
         waiting = threading.Thread(target=lambda: one.lock("wanted", timeout=30).acquire())
         waiting.start()
         assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 10)
-        pid, master = pty.fork()
-        if pid == 0:
-            os.chdir(ROOT)
-            argv = one.argv("top", "--interval", "0.2")
-            os.execve(argv[0], argv, environment)
+        pid, master = one.at_a_terminal("top", "--interval", "0.2", TERM="xterm", COLUMNS="140", LINES="24")
         fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 140, 0, 0))
         seen = b""
         while seen.count(b"wanted") < 3:
             seen += os.read(master, 10000)
         os.write(master, b"\x03")
-        try:
-            while more := os.read(master, 10000):
-                seen += more
-        except OSError:
-            pass
-        os.close(master)
+        seen += rest_of(master)
         _, status = os.waitpid(pid, 0)
     waiting.join()
     assert os.waitstatus_to_exitcode(status) == 130
@@ -73,8 +62,6 @@ def test_a_live_view(one: Shell) -> None:
 
 def test_rich_is_only_needed_for_that(one: Shell) -> None:
     """It says what to install."""
-    import subprocess
-
     code = """
 import sys
 sys.modules |= {"rich": None, "rich.console": None}

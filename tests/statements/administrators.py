@@ -6,7 +6,7 @@ import json
 from functools import partial
 from typing import Any, Final
 
-from tests.statements.cases import DONE, NOW, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
+from tests.statements.cases import DONE, NOW, OLD, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
 
 _WORDS: Final = {"words": "root: enough"}
 _FREED: Final[Record] = {
@@ -20,12 +20,23 @@ _FREED: Final[Record] = {
 
 def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20, awaiting: int = 0) -> tuple[Any, ...]:
     """A key's row as `list_keys` answers it."""
-    who = ("old label", "old host", 1, "old thread", "old program", "old task")
     count = 0 if owner is None else 1
+    who = OLD.values()
     return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 0, 0, awaiting, waiting)
 
 
 _LIST: Final[Record] = {"after": "", "upto": "~", "most": 10, "free": 0}
+_QUEUED: Final[Any] = {
+    "keys": [held("k", last_ticket=14), held("j", served_ticket=0)],
+    "places": [
+        waiter("a", 14),
+        waiter("served", 10),
+        waiter("dead", 11, expires_at=At(-0.5)),
+        waiter("elsewhere", 12, lock_key="j"),
+        waiter("z", 13),
+    ],
+}
+"""The rows of a key with a queue: two of the living were not served."""
 
 _NEXT_KEYS: Final = (
     Case(
@@ -78,14 +89,7 @@ _LIST_KEYS: Final = (
     ),
     _list_keys(
         "with how many wait for it: the living who were not served",
-        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
-        places=[
-            waiter("served", 10),
-            waiter("dead", 11, expires_at=At(-0.5)),
-            waiter("elsewhere", 12, lock_key="j"),
-            waiter("w", 13),
-            waiter("v", 14),
-        ],
+        **_QUEUED,
         given=_LIST,
         reply=[_row("j", 1), _row("k", 2)],
     ),
@@ -95,14 +99,7 @@ _LIST_WAITERS: Final = (
     Case(
         "list_waiters",
         "the living of a key who were not served, in the order of their tickets",
-        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
-        places=[
-            waiter("a", 14),
-            waiter("served", 10),
-            waiter("dead", 11, expires_at=At(-0.5)),
-            waiter("elsewhere", 12, lock_key="j"),
-            waiter("z", 13),
-        ],
+        **_QUEUED,
         reply=[
             (13, Ago(1), Left(4), "z label", "z host", 13, "z thread", "z program", "z task"),
             (14, Ago(1), Left(4), "a label", "a host", 14, "a thread", "a program", "a task"),
@@ -120,14 +117,7 @@ _LIST_WAITERS: Final = (
     Case(
         "count_waiters",
         "the living of a key who were not served",
-        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
-        places=[
-            waiter("a", 14),
-            waiter("served", 10),
-            waiter("dead", 11, expires_at=At(-0.5)),
-            waiter("elsewhere", 12, lock_key="j"),
-            waiter("z", 13),
-        ],
+        **_QUEUED,
         reply=[(2,)],
     ),
 )
@@ -240,8 +230,7 @@ _TRIM: Final = (
 
 
 def _seen(detail: str, key: str = "k", ago: float = 3) -> tuple[Any, ...]:
-    who = ("old label", "old host", 1, "old thread", "old program", "old task")
-    return (key, "acquired", 7, Ago(ago), 0.5, detail, *who)
+    return (key, "acquired", 7, Ago(ago), 0.5, detail, *OLD.values())
 
 
 _LIST_EVENTS: Final = (

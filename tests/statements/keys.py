@@ -15,6 +15,7 @@ from tests.statements.cases import (
     MYSQL,
     NEW,
     NOW,
+    OLD,
     REFUSED,
     SERVERS,
     WHO,
@@ -85,28 +86,18 @@ def lasts_longer(statement: str, reply: Reply, changes: Record, given: Record = 
 
 
 _take = partial(Case, "take")
+_taken = partial(_take, reply=[(CLOCK,)], after={"k": BEGUN})
 _TAKE: Final = (
-    _take("a free key is taken", keys=[free(), free("j")], reply=[(CLOCK,)], after={"k": BEGUN}),
-    _take(
-        "a key whose lease has ended is taken",
-        keys=[held(owner="other", count=2, expires_at=At(-0.5))],
-        reply=[(CLOCK,)],
-        after={"k": BEGUN},
-    ),
-    _take(
-        "a free key is taken although the clock was set back after its release",
-        keys=[free(expires_at=At(100))],
-        reply=[(CLOCK,)],
-        after={"k": BEGUN},
-    ),
+    _taken("a free key is taken", keys=[free(), free("j")]),
+    _taken("a key whose lease has ended is taken", keys=[held(owner="other", count=2, expires_at=At(-0.5))]),
+    _taken("a free key is taken although the clock was set back after its release", keys=[free(expires_at=At(100))]),
     _take("a held key is not, by nobody", keys=[held(), held("j", owner="other")], given={"key": "j"}),
     _take("a key without a row is not", keys=[free("j")]),
     _take("a key of another kind is not", keys=[free(kind=2)], given={"kind": 1}),
-    _take(
+    _taken(
         "one of the same kind is, by a writer after a reader",
         keys=[free(kind=1, reading=1)],
         given={"kind": 1, "reading": 0},
-        reply=[(CLOCK,)],
         after={"k": {**BEGUN, "reading": 0}},
     ),
     _take(
@@ -116,13 +107,7 @@ _TAKE: Final = (
         after={"k": {**BEGUN, "fence": AHEAD + 1}},
     ),
     _take("a free key that somebody may wait for is not taken", keys=[free(last_ticket=11)]),
-    _take(
-        "it is, by who does not care",
-        keys=[free(last_ticket=11)],
-        given={"fair": 0},
-        reply=[(CLOCK,)],
-        after={"k": BEGUN},
-    ),
+    _taken("it is, by who does not care", keys=[free(last_ticket=11)], given={"fair": 0}),
     _take("who does not care takes no held key", keys=[held(owner="other")], given={"fair": 0}),
     _take("a pinned key is not taken", keys=[free(), free("j")], beside=[Do("pin")], reply=REFUSED),
     _take(
@@ -132,14 +117,7 @@ _TAKE: Final = (
         beside=[Do("pin")],
         reply=REFUSED,
     ),
-    _take(
-        "another key's pin is no obstacle",
-        keys=[free(), held("j")],
-        beside=[Do("pin", {"key": "j"})],
-        reply=[(CLOCK,)],
-        after={"k": BEGUN},
-        on=SERVERS,
-    ),
+    _taken("another key's pin is no obstacle", keys=[free(), held("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS),
     _take(
         "a key that somebody else is taking is not taken once that has happened",
         keys=[free()],
@@ -194,25 +172,7 @@ _INSPECT: Final = (
     _inspect(
         "the row of a key",
         keys=[held(kind=2, reading=1), held("j", owner="other")],
-        reply=[
-            (
-                *("me", 7, 1, 30.0, Ago(10), Left(20)),
-                *(
-                    "old label",
-                    "old host",
-                    1,
-                    "old thread",
-                    "old program",
-                    "old task",
-                    6,
-                    5,
-                    "root: please",
-                    2,
-                    1,
-                    0,
-                ),
-            ),
-        ],
+        reply=[("me", 7, 1, 30.0, Ago(10), Left(20), *OLD.values(), 6, 5, "root: please", 2, 1, 0)],
     ),
     _inspect(
         "and whether its tenure has waited for shares",
@@ -248,21 +208,10 @@ _SET_COUNT: Final = (
     *of_tenure("set_count"),
 )
 
+_extended = partial(Case, "extend", reply=DONE, after={"k": {"ttl": 60.0, "expires_at": At(61)}})
 _EXTEND: Final = (
-    Case(
-        "extend",
-        "the lease lasts one life from now",
-        keys=[held(), held("j")],
-        reply=DONE,
-        after={"k": {"ttl": 60.0, "expires_at": At(61)}},
-    ),
-    Case(
-        "extend",
-        "a lease that lasts for longer is shortened",
-        keys=[held(expires_at=At(100))],
-        reply=DONE,
-        after={"k": {"ttl": 60.0, "expires_at": At(61)}},
-    ),
+    _extended("the lease lasts one life from now", keys=[held(), held("j")]),
+    _extended("a lease that lasts for longer is shortened", keys=[held(expires_at=At(100))]),
     *of_tenure("extend"),
 )
 
@@ -276,22 +225,11 @@ _OF_SOME: Final = [
 ]
 _SOME: Final = [("k", "me", 7), ("i", "me", 7), ("h", "me", 7), ("g", "me", 7), ("e", "me", 7)]
 
-_renew = partial(Case, "renew")
+_renew = partial(Case, "renew", given=leases(("k", "me", 7)))
+_renewed = partial(_renew, reply=DONE, after={"k": {"expires_at": At(61)}})
 _RENEW: Final = (
-    _renew(
-        "a lease lasts one life more",
-        keys=[held()],
-        given=leases(("k", "me", 7)),
-        reply=DONE,
-        after={"k": {"expires_at": At(61)}},
-    ),
-    _renew(
-        "of many those are renewed that are alive",
-        keys=_OF_SOME,
-        given=leases(*_SOME),
-        reply=DONE,
-        after={"k": {"expires_at": At(61)}},
-    ),
+    _renewed("a lease lasts one life more", keys=[held()]),
+    _renewed("of many those are renewed that are alive", keys=_OF_SOME, given=leases(*_SOME)),
     _renew(
         "all of many",
         keys=[held(), held("j", owner="other", fence=9), held("i")],
@@ -299,12 +237,7 @@ _RENEW: Final = (
         reply=DONE * 2,
         after={"k": {"expires_at": At(61)}, "j": {"expires_at": At(61)}},
     ),
-    _renew(
-        "a lease that lasts for longer is not shortened",
-        keys=[held(expires_at=At(100))],
-        given=leases(("k", "me", 7)),
-        reply=DONE,
-    ),
+    _renew("a lease that lasts for longer is not shortened", keys=[held(expires_at=At(100))], reply=DONE),
     _renew(
         "one that was asked back is not renewed while its holder is unaware of that",
         keys=[held(revoked_fence=7), held("j")],
@@ -312,40 +245,24 @@ _RENEW: Final = (
         reply=DONE,
         after={"j": {"expires_at": At(61)}},
     ),
-    _renew(
-        "it is once its holder knows",
-        keys=[held(revoked_fence=7)],
-        given=leases(("k", "me", 7), not_notified=0),
-        reply=DONE,
-        after={"k": {"expires_at": At(61)}},
-    ),
-    _renew("a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))], given=leases(_SOME[0])),
-    _renew("an owner's later tenure is not renewed", keys=[held(fence=8)], given=leases(_SOME[0])),
-    _renew("another owner's is not", keys=[held(owner="other")], given=leases(_SOME[0])),
-    _renew("another key's is not", keys=[held("j")], given=leases(_SOME[0])),
-    _renew(
-        "keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")], given=leases(_SOME[0])
-    ),
+    _renewed("it is once its holder knows", keys=[held(revoked_fence=7)], given=leases(("k", "me", 7), not_notified=0)),
+    _renew("a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))]),
+    _renew("an owner's later tenure is not renewed", keys=[held(fence=8)]),
+    _renew("another owner's is not", keys=[held(owner="other")]),
+    _renew("another key's is not", keys=[held("j")]),
+    _renew("keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")]),
 )
 
-_alive = partial(Case, "alive")
+_alive = partial(Case, "alive", given=leases(("k", "me", 7)))
 _ALIVE: Final = (
     _alive("those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7, None)]),
     _alive(
         "and by whom and why it was asked back",
         keys=[held(revoked_fence=7), held("j")],
-        given=leases(("k", "me", 7)),
         reply=[("k", "me", 7, "root: please")],
     ),
-    _alive(
-        "if only without words",
-        keys=[held(revoked_fence=7, revocation="")],
-        given=leases(("k", "me", 7)),
-        reply=[("k", "me", 7, "")],
-    ),
-    _alive(
-        "keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")], given=leases(_SOME[0])
-    ),
+    _alive("if only without words", keys=[held(revoked_fence=7, revocation="")], reply=[("k", "me", 7, "")]),
+    _alive("keys and owners that differ in case are others", keys=[held("K"), held(owner="ME")]),
 )
 
 _HELD_BY_HEIR: Final[Record] = {**WHO, "owner": "heir", "count": 1, "ttl": 60.0, "expires_at": At(61)}
@@ -394,27 +311,18 @@ _ATTACH: Final = (
 _FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
 
 _release = partial(Case, "release")
+_freed = partial(_release, after={"k": _FREED})
 RELEASE: Final = (
-    _release("the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
-    _release(
-        "those who may wait are told of, from the first one not served",
-        keys=[held(last_ticket=15)],
-        reply=[(11,)],
-        after={"k": _FREED},
-    ),
-    _release("whatever its count", keys=[held(count=2)], reply=[(0,)], after={"k": _FREED}),
+    _freed("the key is free", keys=[held(), held("j")], reply=[(0,)]),
+    _freed("those who may wait are told of, from the first one not served", keys=[held(last_ticket=15)], reply=[(11,)]),
+    _freed("whatever its count", keys=[held(count=2)], reply=[(0,)]),
     _release(
         "a tenure in hand-over is ended, too",
         keys=[held(count=0)],
         reply=[(0,)],
         after={"k": {"owner": None, "expires_at": NOW}},
     ),
-    _release(
-        "a tenure whose lease has ended can still be given back",
-        keys=[held(expires_at=At(-3))],
-        reply=[(0,)],
-        after={"k": _FREED},
-    ),
+    _freed("a tenure whose lease has ended can still be given back", keys=[held(expires_at=At(-3))], reply=[(0,)]),
     *of_tenure("release", lease=False),
 )
 
@@ -426,18 +334,13 @@ MIN_HOLD: Final = (
         reply=[(0,)],
         after={"k": {"owner": "", "count": 0, "expires_at": Left(15)}},
     ),
-    _release(
-        "the key is free after the shortest hold",
-        keys=[held(last_ticket=15)],
-        given={"min_hold": 5.0},
-        reply=[(11,)],
-        after={"k": _FREED},
+    _freed(
+        "the key is free after the shortest hold", keys=[held(last_ticket=15)], given={"min_hold": 5.0}, reply=[(11,)]
     ),
-    _release(
+    _freed(
         "without a shortest hold nothing stays closed, even if the clock was set back",
         keys=[held(last_ticket=15, acquired_at=At(100), expires_at=At(130))],
         reply=[(11,)],
-        after={"k": _FREED},
     ),
 )
 
@@ -581,6 +484,7 @@ _STALE: Final = (
 )
 
 _reap = partial(Case, "reap")
+_reaped = partial(_reap, reply=DONE, after={"k": None})
 _REAP: Final = (
     _reap(
         "those rows of many that have been free for long go",
@@ -589,21 +493,17 @@ _REAP: Final = (
         reply=[*DONE, *DONE],
         after={"j": None, "k": None},
     ),
-    _reap("so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
+    _reaped("so does an expired one", keys=[held(expires_at=LONG_AGO)]),
     _reap("one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
     _reap("one whose fence is ahead of the clock stays", keys=[free(fence=10**17, expires_at=LONG_AGO)]),
     _reap("one that somebody may just be joining stays", keys=[free(expires_at=LONG_AGO, last_ticket=10**17)]),
-    _reap(
+    _reaped(
         "one whose last ticket was drawn long ago, and never used, goes",
         keys=[free(expires_at=LONG_AGO, last_ticket=15)],
-        reply=DONE,
-        after={"k": None},
     ),
-    _reap(
+    _reaped(
         "one whose queue has been served goes",
         keys=[free(expires_at=LONG_AGO, last_ticket=10**17, served_ticket=10**17)],
-        reply=DONE,
-        after={"k": None},
     ),
     _reap(
         "a row by which a transaction pins the key stays",
@@ -620,12 +520,10 @@ _REAP: Final = (
         reply=DONE,
         after={"j": None},
     ),
-    _reap(
+    _reaped(
         "the dead, those who were served, and those who wait for other keys, are no reason to stay",
         keys=[free(expires_at=LONG_AGO)],
         places=[waiter("w", 11, expires_at=At(-0.5)), waiter("u", 10), waiter("v", 11, lock_key="j")],
-        reply=DONE,
-        after={"k": None},
     ),
 )
 

@@ -31,23 +31,21 @@ ROUNDING: Final = timedelta(milliseconds=1.5)
 """SQLite's clock ticks in milliseconds, and its statement rounds them."""
 CLOCKS: Final = {
     "postgresql": "SELECT clock_timestamp()",
-    "mysql": "SELECT UTC_TIMESTAMP(6)",
-    "mariadb": "SELECT UTC_TIMESTAMP(6)",
+    **dict.fromkeys(MYSQL, "SELECT UTC_TIMESTAMP(6)"),
     "sqlite": "SELECT strftime('%Y-%m-%d %H:%M:%f000', 'now')",
 }
-_WAITING: Final = """
-SELECT count(*) FROM information_schema.innodb_trx WHERE trx_mysql_thread_id = :id AND trx_state = 'LOCK WAIT'
-"""
 WAITING: Final = {
     "postgresql": "SELECT cardinality(pg_blocking_pids(:id))",
-    "mysql": _WAITING,
-    "mariadb": _WAITING,
+    **dict.fromkeys(
+        MYSQL,
+        "SELECT count(*) FROM information_schema.innodb_trx"
+        " WHERE trx_mysql_thread_id = :id AND trx_state = 'LOCK WAIT'",
+    ),
 }
 """Whether the session waits for another."""
 IDS: Final = {
     "postgresql": "SELECT pg_backend_pid()",
-    "mysql": "SELECT connection_id()",
-    "mariadb": "SELECT connection_id()",
+    **dict.fromkeys(MYSQL, "SELECT connection_id()"),
     "sqlite": "SELECT 0",
 }
 FLUSHED: Final = "SELECT CAST(pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn() AS integer)"

@@ -94,8 +94,8 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
     noted = {"kind": "lost", "fence": 1, "seconds": 0.5, "detail": "", "label": "", "host": "", "pid": 1, "age": 1.0}
     noted |= {"lock_key": "held", "thread": "", "program": "", "celery_task_id": ""}
     return {
-        **dict.fromkeys(("inspect", "set_count", "extend", "attach", "detach", "release"), Asked(held)),
-        **dict.fromkeys(("pin", "accept", "hand_over_local", "free", "revoke"), Asked(held)),
+        **dict.fromkeys(("inspect", "set_count", "extend", "attach", "detach", "release", "read_state"), Asked(held)),
+        **dict.fromkeys(("pin", "accept", "hand_over_local", "free", "revoke", "enter_state"), Asked(held)),
         "take": Asked({"key": "free"}),
         "create": Asked({"key": "new"}),
         **dict.fromkeys(("renew", "alive"), Asked(leases(*((f"held{n}", "me", 7) for n in _NUMBERS)), few)),
@@ -103,14 +103,12 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
         "reap": Asked(names(*(f"old{n}" for n in _NUMBERS)), few),
         "join": Asked({**queue, "owner": "new"}),
         "announce": Asked({**queue, "ticket": MINE + 1}),
-        "queue_status": Asked(queue),
-        "first_waiter": Asked(queue),
+        **dict.fromkeys(("queue_status", "first_waiter", "confirm"), Asked(queue)),
         "grant": Asked(hand_over),
         "adopt_place": Asked({**queue, "heir": "new"}),
         **dict.fromkeys(("leave_queue", "heartbeat"), Asked(owners(*(f"live{n}" for n in _NUMBERS)), few)),
         "sleep_until_killed": Asked({"places": json.dumps([["queue", 2], ["queue", MINE]])}, 2),
         "chain": Asked(queue, 2),
-        "confirm": Asked(queue),
         "list_all_waiters": Asked(held, waiters),
         "count_waiters": Asked({**held, "key": "few"}, 3),
         "clear": Asked({"key": "done", "last": 12}),
@@ -128,10 +126,7 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
         **dict.fromkeys(("leave_read", "leave_slot"), Asked({**reading, "key": "read\x1fr 0"}, 2)),
         "awaited": Asked({"door": "write"}),
         "trim": Asked({"keep": latest - FIRST - LISTED}, few),
-        "list_events": Asked(held, few),
-        "list_all_events": Asked(held, few),
-        "enter_state": Asked(held),
-        "read_state": Asked(held),
+        **dict.fromkeys(("list_events", "list_all_events"), Asked(held, few)),
         "write_state": Asked({**held, "number": 2, "state": "after"}),
     }
 

@@ -61,65 +61,40 @@ EQUIVALENT: Final = (
         *("postgresql", "*", 'COLLATE "C" -> nothing'),
         "a database's default collation is deterministic, and the hash is then of the bytes alone",
     ),
-    Excuse(
-        *("m*", "first_waiter", "ORDER BY ticket -> nothing"),
-        "the index that it is told to use has the tickets in order (the other order is noticed)",
-    ),
-    Excuse(
-        *("sqlite", "[fg]*", "ORDER BY ticket -> nothing"),
-        "the only index of use has the tickets in order (the other order is noticed)",
-    ),
-    Excuse(
-        *("*", "list_waiters", "ORDER BY waiter.ticket -> nothing"),
-        "the index that leads to them has the tickets in order (the other order is noticed), where it is taken",
-        sure=False,
-    ),
-    Excuse(
-        *("sqlite", "list_keys", "ORDER BY lock_key -> nothing"),
-        "the index that leads to them has the keys in order (the other order is noticed)",
-    ),
-    Excuse(
-        *("sqlite", "[sd]*", "ORDER BY * -> nothing"),
-        "the index by which it finds those after one has them in order (the other order is noticed)",
-    ),
-    Excuse(
-        *("m*", "[sd]*", "ORDER BY * -> nothing"),
-        "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
-    ),
-    Excuse(
-        *("postgresql", "list_keys", "ORDER BY lock_key -> nothing"),
-        "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
-        sure=False,
-    ),
-    Excuse(
-        *("postgresql", "[sd]*", "ORDER BY * -> nothing"),
-        "the index that leads to them has them in order (the other order is noticed), where it is taken",
-        sure=False,
+    *(
+        Excuse(
+            *(database, name, "ORDER BY * -> nothing"),
+            "the index by which they are found has them in order (the other order is noticed)",
+        )
+        for database, names in (
+            ("sqlite", ("[fg]*", "list_keys", "[sd]*", "listed")),
+            ("m*", ("first_waiter", "listed")),
+        )
+        for name in names
     ),
     *(
         Excuse(
-            *(database, "listed", "ORDER BY lock_key -> nothing"),
-            "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
-            sure=database != "postgresql",
+            *("m*", name, "ORDER BY * -> nothing"),
+            "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
         )
-        for database in ("sqlite", "m*", "postgresql")
+        for name in ("[sd]*", "list_keys")
     ),
-    Excuse(
-        *("*", "next_keys", "ORDER BY lock_key -> nothing"),
-        "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
-        sure=False,
+    *(
+        Excuse(
+            *(database, name, "ORDER BY * -> nothing"),
+            "the index that leads to them has them in order (the other order is noticed), where it is taken",
+            sure=False,
+        )
+        for database, names in (("*", ("list_waiters", "next_keys")), ("postgresql", ("list_keys", "[sd]*", "listed")))
+        for name in names
     ),
-    Excuse(
-        *("[ms]*", "[ht]*", "1 -> TRUE"),
-        "TRUE is 1 there (PostgreSQL refuses to compare a number with it)",
+    *(
+        Excuse("[ms]*", name, "1 -> TRUE", "TRUE is 1 there (PostgreSQL refuses to compare a number with it)")
+        for name in ("[ht]*", "grant")
     ),
     Excuse(
         *("[ms]*", "take_slot", "1 -> FALSE"),
         "the row of a slot is of the kind 2, and no step but the one for all others is taken",
-    ),
-    Excuse(
-        *("m*", "list_keys", "ORDER BY * -> nothing"),
-        "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
     Excuse(
         *("mysql", "*", "locks.lock_key = mine.name -> TRUE"),
@@ -129,34 +104,28 @@ EQUIVALENT: Final = (
         *("mysql", "[!g]*", "lock_key = :key -> TRUE (2)"),
         "the row is the one that was locked before, by the same name",
     ),
-    Excuse(
-        *("mysql", "take", "FORCE -> IGNORE (2)"),
-        "the entry of `locks_pin` was locked before, by the reading that does not wait",
+    *(
+        Excuse(
+            *("mysql", name, "FORCE -> IGNORE (2)"),
+            "the entry of `locks_pin` was locked before, by the reading that does not wait",
+        )
+        for name in ("take", "hand_over_local", "reap", "grant", "take_slot", "end_expired")
     ),
     *(
-        Excuse(*(database, "grant", "1 -> TRUE"), "TRUE is 1 there, by which the kind of the key is compared")
-        for database in ("sqlite", "m*")
+        Excuse(
+            *("mariadb", name, "FORCE -> IGNORE"),
+            "the optimizer takes `locks_pin`, which leads to the same rows, or scans if there are few",
+            sure=False,
+        )
+        for name in ("reap", "end_expired")
     ),
-    Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
-    Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
-    Excuse(
-        *("mariadb", "reap", "FORCE -> IGNORE"),
-        "the optimizer takes `locks_pin`, which leads to the same rows, or scans if there are few",
-        sure=False,
+    *(
+        Excuse(
+            *(database, "take_slot", f"FORCE -> IGNORE ({number})"),
+            "the door is found by another index as well, and neither a pin nor this keeps the other from reading it",
+        )
+        for database, number in (("mysql", 3), ("mariadb", 2))
     ),
-    Excuse(*("mysql", "grant", "FORCE -> IGNORE (2)"), "as for the take"),
-    Excuse(*("mysql", "take_slot", "FORCE -> IGNORE (2)"), "as for the take"),
-    Excuse(*("mysql", "end_expired", "FORCE -> IGNORE (2)"), "as for the take"),
-    Excuse(
-        *("mariadb", "end_expired", "FORCE -> IGNORE"),
-        "the optimizer takes `locks_pin`, which leads to the same rows, or scans if there are few",
-        sure=False,
-    ),
-    Excuse(
-        *("mysql", "take_slot", "FORCE -> IGNORE (3)"),
-        "the door is found by another index as well, and neither a pin nor this keeps the other from reading it",
-    ),
-    Excuse(*("mariadb", "take_slot", "FORCE -> IGNORE (2)"), "as on MySQL"),
     Excuse(
         *("m*", "read", "FORCE -> IGNORE*"),
         "the door is found by another index as well, and the take locks both; of waiters only the plan changes",
@@ -164,9 +133,10 @@ EQUIVALENT: Final = (
     ),
     Excuse(*("m*", "alone", "FORCE -> IGNORE (2)"), "it reads shares: only the plan changes"),
     Excuse(*("*", "alone", "LIMIT 1 -> nothing"), "whether there is one does not depend on how many there are"),
-    Excuse(*("[!m]*", "take_slot", "LIMIT 1 -> nothing"), "there is one door"),
-    Excuse(*("mariadb", "take_slot", "LIMIT 1 -> nothing"), "there is one door"),
-    Excuse(*("mysql", "take_slot", "LIMIT 1 -> nothing (2)"), "there is one door"),
+    *(
+        Excuse(database, "take_slot", f"LIMIT 1 -> nothing{again}", "there is one door")
+        for database, again in (("[!m]*", ""), ("mariadb", ""), ("mysql", " (2)"))
+    ),
     Excuse(
         *("postgresql", "leave_[rs]*", "set_config('synchronous_commit', 'off', true) IS NOT NULL -> TRUE*"),
         "it is said for the door and for the share, whichever comes first, and one is enough",

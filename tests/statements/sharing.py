@@ -300,19 +300,14 @@ _ALONE: Final = (
 )
 
 _await_leaving = partial(Case, "await_leaving")
+_SAYS: Final = {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}
+_awaits = partial(_await_leaving, reply=DONE, after={"k": _SAYS})
 _AWAIT_LEAVING: Final = (
-    _await_leaving(
+    _awaits(
         "the row says where its holder waits, and the lease ends one life from now",
         keys=[held(kind=RWLOCK), held("j"), held(READER)],
-        reply=DONE,
-        after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
     ),
-    _await_leaving(
-        "also one that lasts for longer",
-        keys=[held(kind=RWLOCK, expires_at=At(100))],
-        reply=DONE,
-        after={"k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": At(61)}},
-    ),
+    _awaits("also one that lasts for longer", keys=[held(kind=RWLOCK, expires_at=At(100))]),
     _await_leaving("not once it was alone", keys=[held(kind=RWLOCK, awaiting_fence=-7, expires_at=At(100))]),
     _await_leaving(
         "it does not say so while a share is being left",
@@ -364,7 +359,8 @@ _LISTED: Final = (
     _listed("none where there is none", keys=[held(), *STRANGERS], given={"most": 9}),
 )
 
-_end_expired = partial(Case, "end_expired")
+_end_expired = partial(Case, "end_expired", given=names(READER))
+_ended = partial(_end_expired, reply=DONE, after={READER: None})
 _END_EXPIRED: Final = (
     _end_expired(
         "those of many that have ended, or are free, go",
@@ -379,42 +375,30 @@ _END_EXPIRED: Final = (
         reply=DONE * 2,
         after={READER: None, "k\x1fr 03": None},
     ),
-    _end_expired("one that is alive stays", keys=[held(READER)], given=names(READER)),
+    _end_expired("one that is alive stays", keys=[held(READER)]),
     _end_expired(
         "other keys can be taken while it runs",
         keys=[held(READER, expires_at=At(-0.5)), free("l"), free("a")],
-        given=names(READER),
         reply=DONE,
         then=[Do("take", {"key": each, "owner": "other"}, [(...,)]) for each in ("l", "a")],
         on=SERVERS,
     ),
-    _end_expired(
-        "a free one goes although the clock was set back",
-        keys=[free(READER, expires_at=At(100))],
-        given=names(READER),
-        reply=DONE,
-        after={READER: None},
-    ),
+    _ended("a free one goes although the clock was set back", keys=[free(READER, expires_at=At(100))]),
     _end_expired(
         "one that a transaction pins stays",
         keys=[held(READER, expires_at=At(-0.5))],
-        given=names(READER),
         beside=[Do("pin", {"key": READER})],
         reply=REFUSED,
     ),
-    _end_expired(
+    _ended(
         "another one's pin is no obstacle",
         keys=[held(READER, expires_at=At(-0.5)), held("k\x1fq")],
-        given=names(READER),
         beside=[Do("pin", {"key": "k\x1fq"})],
-        reply=DONE,
-        after={READER: None},
         on=SERVERS,
     ),
     _end_expired(
         "one that is just being renewed stays",
         keys=[held(READER, expires_at=At(-0.5))],
-        given=names(READER),
         beside=[Do("UPDATE locks SET fence = 8, expires_at = '2999-01-01' WHERE lock_key > 'k'")],
         commits=True,
         after={READER: {"fence": 8, "expires_at": ...}},
@@ -470,10 +454,7 @@ def _leaves(statement: str, share: str, gone: Record | None, otherwise: Any) -> 
             beside=[Do("await_leaving", {}, DONE)],
             commits=True,
             reply=[("new channel", 7)],
-            after={
-                "k": {"awaiting_fence": 7, "awaiting_channel": "new channel", "expires_at": ...},
-                share: gone,
-            },
+            after={"k": {**_SAYS, "expires_at": ...}, share: gone},
             **leaving,
         )
     yield Case(

@@ -15,10 +15,7 @@ from typing import Any, Final
 import pytest
 from django.db import connections, transaction
 from hypothesis import HealthCheck, given, settings, strategies
-from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
 
-import dblock.store
 from dblock import InvalidKey
 from dblock.celery.states import STATES
 from dblock.core.protocol.steps import Execute
@@ -26,8 +23,10 @@ from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, on_server, rendered
 from dblock.majority.statements import QUORUM
-from tests.conftest import ALIASES, INNODB, ready, run, url
+from tests.conftest import ALIASES, INNODB, ready, run
+from tests.statements.cases import REQUEST
 from tests.statements.laboratory import named, statements
+from tests.support.configured import forget_alias
 from tests.support.steps import NO_STORE
 from tests.support.subjects import LONG, MATRIX, Actor, Subject
 
@@ -105,15 +104,11 @@ class Strange(Subject):
 
     @cached_property
     def engine(self) -> Any:
-        make = create_engine if self.face == "sync" else create_async_engine
-        return make(url(self.database, self.driver), connect_args=self.options)
+        return self._made(connect_args=self.options)
 
-    def lock(self, key: str, **options: Any) -> Any:
-        if self.variant == "sqlalchemy":
-            return super().lock(key, **options)
-        from dblock import db_lock
-
-        return db_lock(key, using="strange", **options)
+    @property
+    def alias(self) -> str:
+        return "strange"
 
 
 def _cells() -> Iterator[Strange]:
@@ -144,10 +139,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Strange]:
     assert run(database, "SELECT touched FROM canary") == [(0,)]
     run(database, "DROP TABLE canary")
     if subject.variant == "django":
-        source: Any = dblock.store._stores.pop("strange")._source
-        getattr(source, "_pool", source).close_all()
-        connections["strange"].close()
-        del connections["strange"], connections.settings["strange"]
+        forget_alias("strange")
     else:
         actor = Actor(subject)
         actor.do(subject.engine.dispose)
@@ -354,22 +346,7 @@ def _parameters(key: str, owner: str) -> dict[str, Any]:
         "places": [[key, 7]],
         "events": [record],
     }
-    numbers = {"fence": 7, "ttl": 60.0, "life": 61.0, "count": 1, "fair": 1, "handovers_left": 0, "covers": 0}
-    numbers |= {
-        "min_hold": 0.0,
-        "retention": 3600.0,
-        "waiter_ttl": 5.0,
-        "ticket": 12,
-        "first": 11,
-        "last": 12,
-        "seconds": 0,
-        "pid": 1,
-    }
-    numbers |= {"kind": 0, "reading": 1, "admitted": 0, "holders_fence": 7}
-    numbers |= {"free": 1, "most": 10, "keep": 1000, "number": 1}
-    texts = dict.fromkeys(
-        ("label", "host", "thread", "program", "task", "channel", "after", "upto", "here", "state"), key
-    )
-    texts |= {"key": key, "owner": owner, "heir": owner, "circle": owner, "words": key, "message": key}
-    texts |= {"door": f"{key}door", "holder": "", "low": key, "high": key + " "}
-    return texts | numbers | {name: json.dumps(each, ensure_ascii=False) for name, each in lists.items()}
+    values: dict[str, Any] = {name: key if isinstance(value, str) else value for name, value in REQUEST.items()}
+    values |= dict.fromkeys(("upto", "words", "state"), key) | dict.fromkeys(("owner", "heir", "circle"), owner)
+    values |= {"free": 1, "most": 10, "keep": 1000, "door": f"{key}door", "holder": "", "high": f"{key} "}
+    return values | {name: json.dumps(each, ensure_ascii=False) for name, each in lists.items()}

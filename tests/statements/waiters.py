@@ -109,24 +109,16 @@ _JOIN: Final = (
 )
 
 _announce = partial(Case, "announce")
+_announced = partial(_announce, after={"k": {"last_ticket": 12}})
 _ANNOUNCE: Final = (
-    _announce(
+    _announced(
         "the row says that the ticket was given out, and for how long the holder has the key",
         keys=[held(), held("j", expires_at=At(90))],
         reply=[(Left(20, 1000),)],
-        after={"k": {"last_ticket": 12}},
     ),
-    _announce(
-        "nobody has a key whose lease has ended",
-        keys=[held(expires_at=At(-3))],
-        reply=[(0,)],
-        after={"k": {"last_ticket": 12}},
-    ),
-    _announce(
-        "nor one that was given back, whatever its row says of the end",
-        keys=[free(expires_at=At(20))],
-        reply=[(0,)],
-        after={"k": {"last_ticket": 12}},
+    _announced("nobody has a key whose lease has ended", keys=[held(expires_at=At(-3))], reply=[(0,)]),
+    _announced(
+        "nor one that was given back, whatever its row says of the end", keys=[free(expires_at=At(20))], reply=[(0,)]
     ),
     _announce("a later ticket stays the last", keys=[held(last_ticket=15)], reply=[(Left(20, 1000),)]),
     _announce("not one that has been passed over", keys=[held(last_ticket=15, served_ticket=12)]),
@@ -184,36 +176,20 @@ _LOOK: Final = (
         given={"ticket": 15},
         reply=[(0, Left(20), 11, 16, 2, 1)],
     ),
-    _queue_status(
-        "sixteen at most are counted",
-        keys=[held(owner="other", last_ticket=40)],
-        places=[waiter(f"w{n}", n) for n in range(11, 30)],
-        given={"ticket": 40},
-        reply=[(0, Left(20), 11, 40, 16, 0)],
-    ),
-    _queue_status(
-        "of the sixteen nearest before it the living are counted",
-        keys=[held(owner="other", last_ticket=40)],
-        places=[
-            *(waiter(f"w{n}", n) for n in range(11, 21)),
-            *(waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(21, 35)),
-        ],
-        given={"ticket": 40},
-        reply=[(0, Left(20), 11, 40, 2, 0)],
-    ),
-    _queue_status(
-        "somebody may be before sixteen who are dead",
-        keys=[held(owner="other", last_ticket=40)],
-        places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 27)],
-        given={"ticket": 40},
-        reply=[(0, Left(20), 11, 40, 1, 0)],
-    ),
-    _queue_status(
-        "nobody is before fifteen who are dead",
-        keys=[held(owner="other", last_ticket=40)],
-        places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 26)],
-        given={"ticket": 40},
-        reply=[(0, Left(20), 11, 40, 0, 0)],
+    *(
+        _queue_status(
+            behaviour,
+            keys=[held(owner="other", last_ticket=40)],
+            places=[waiter(f"w{n}", n, expires_at=At(-0.5 if n in dead else 4)) for n in (*living, *dead)],
+            given={"ticket": 40},
+            reply=[(0, Left(20), 11, 40, before, 0)],
+        )
+        for behaviour, living, dead, before in (
+            ("sixteen at most are counted", range(11, 30), range(0), 16),
+            ("of the sixteen nearest before it the living are counted", range(11, 21), range(21, 35), 2),
+            ("somebody may be before sixteen who are dead", range(0), range(11, 27), 1),
+            ("nobody is before fifteen who are dead", range(0), range(11, 26), 0),
+        )
     ),
     _queue_status("nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
 )
@@ -281,6 +257,7 @@ HERE, THERE = "dblock_00000001_", "dblock_00000000_0123456789abcdef.5"
 
 
 _grant = partial(Case, "grant")
+_granting = partial(_grant, keys=[_WAITED], places=_TWO, given={"heir": "w"})
 
 
 def _covered(
@@ -318,6 +295,7 @@ def _covered(
 
 def _refuses(behaviour: str, *, heir: str = "w", given: Any = None, **case: Any) -> Case:
     """Nobody is served."""
+    case = {"keys": [_WAITED], "places": _TWO, **case}
     return _grant(behaviour, given={**(given or {}), "heir": heir}, **case)
 
 
@@ -424,33 +402,21 @@ _GRANT: Final = (
         keys=[free(fence=AHEAD, last_ticket=12)],
         fence=AHEAD + 1,
     ),
-    _refuses("a pinned key is not granted", keys=[_WAITED], places=_TWO, beside=[Do("pin")], reply=REFUSED),
-    _refuses(
-        "not even by its holder",
-        keys=[held(last_ticket=12)],
-        places=_TWO,
-        beside=[Do("pin")],
-        reply=REFUSED,
-    ),
+    _refuses("a pinned key is not granted", beside=[Do("pin")], reply=REFUSED),
+    _refuses("not even by its holder", keys=[held(last_ticket=12)], beside=[Do("pin")], reply=REFUSED),
     *_grants(
         "another key's pin is no obstacle", keys=[_WAITED, free("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
     ),
     *_grants_past_leavers("REPEATABLE READ"),
     *_grants_past_leavers("READ COMMITTED"),
-    _grant(
+    _granting(
         "a waiter that is being served cannot leave before it is",
-        keys=[_WAITED],
-        places=_TWO,
-        given={"heir": "w"},
         reply=None,
         then=[Do("leave_queue", owners("v"), DONE), Do("leave_queue", owners("w"), HINDERED)],
         on=SERVERS,
     ),
-    _grant(
+    _granting(
         "nor can its place be kept: what a heartbeat says of it is no more true",
-        keys=[_WAITED],
-        places=_TWO,
-        given={"heir": "w"},
         reply=None,
         then=[Do("heartbeat", owners("v")), Do("heartbeat", owners("w"), HINDERED)],
         on=SERVERS,
@@ -465,33 +431,20 @@ _GRANT: Final = (
         after={"w": None, "k": _granted(**NEW, owner="heir", ttl=60.0)},
         on=POSTGRESQL,
     ),
-    _grant(
-        "no call for who does not listen",
-        **_HERE,
-        places=_TWO,
-        reply=[(11, "", "w", CLOCK, 0, None)],
-        after={"k": _granted(), "w": None},
-    ),
-    _grant(
-        "nor for who listens in the neighbourhood",
-        **_HERE,
-        places=[waiter("w", 11, channel=f"{HERE}0123456789abcdef.5")],
-        reply=[(11, f"{HERE}0123456789abcdef.5", "w", CLOCK, 0, None)],
-        after={"k": _granted(), "w": None},
-    ),
-    _grant(
-        "nor by a name that no process of the lock listens by",
-        **_HERE,
-        places=[waiter("w", 11, channel="pg_wal")],
-        reply=[(11, "pg_wal", "w", CLOCK, 0, None)],
-        after={"k": _granted(), "w": None},
-    ),
-    _grant(
-        "who listens elsewhere is called",
-        **_HERE,
-        places=[waiter("w", 11, channel=THERE)],
-        reply=[(11, THERE, "w", CLOCK, 0, "")],
-        after={"k": _granted(), "w": None},
+    *(
+        _grant(
+            behaviour,
+            **_HERE,
+            places=[waiter("v", 12), waiter("w", 11, channel=channel)],
+            reply=[(11, channel, "w", CLOCK, 0, called)],
+            after={"k": _granted(), "w": None},
+        )
+        for behaviour, channel, called in (
+            ("no call for who does not listen", "", None),
+            ("nor for who listens in the neighbourhood", f"{HERE}0123456789abcdef.5", None),
+            ("nor by a name that no process of the lock listens by", "pg_wal", None),
+            ("who listens elsewhere is called", THERE, ""),
+        )
     ),
     *_grants(
         "the channel of who was served is known",
@@ -537,28 +490,19 @@ _CALL: Final = (
         reply=[(12, "k"), (11, "j")],
         on=MYSQL,
     ),
-    _sleep_until_killed(
-        "nobody yet", keys=[held()], places=_LISTENING, given={"places": '[["k", 12]]'}, reply=_TIME_IS_UP, on=MYSQL
-    ),
-    _sleep_until_killed(
-        "of another key",
-        keys=[held(owner="w")],
-        places=_LISTENING,
-        given={"places": '[["j", 12]]'},
-        reply=_TIME_IS_UP,
-        on=MYSQL,
-    ),
     *(
         _sleep_until_killed(
             behaviour, keys=keys, places=_LISTENING, given={"places": asked}, reply=_TIME_IS_UP, on=MYSQL
         )
         for behaviour, keys, asked in (
+            ("nobody yet", [held()], '[["k", 12]]'),
+            ("of another key", [held(owner="w")], '[["j", 12]]'),
             ("of another ticket", [held(owner="w")], '[["k", 13]]'),
             ("who has another key", [held(), held("j", owner="w")], '[["k", 12]]'),
             ("who waits for another key", [held("j", owner="w")], '[["j", 12]]'),
+            ("of nobody", [held(owner="w")], "[]"),
         )
     ),
-    _sleep_until_killed("of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
 )
 
 _accept = partial(Case, "accept")
@@ -618,6 +562,7 @@ _RELAYED: Final = {
 
 
 _hand_over_local = partial(Case, "hand_over_local")
+_handed_over = partial(_hand_over_local, reply=[(CLOCK, ...)], after={"k": _RELAYED})
 
 
 def _covered_here(
@@ -647,9 +592,7 @@ def _covered_here(
 
 
 _RELAY: Final = (
-    _hand_over_local(
-        "the next tenure begins", keys=[held(count=2), held("j")], reply=[(CLOCK, ...)], after={"k": _RELAYED}
-    ),
+    _handed_over("the next tenure begins", keys=[held(count=2), held("j")]),
     *_covered_here("without waiting for the disk, for what is left of its lease", 50),
     *_covered_here("for as long as was asked for, where more is left", 90, lasts=61),
     *_covered_here("waiting for the disk, if too little is left", 45, covered=False),
@@ -667,33 +610,21 @@ _RELAY: Final = (
     ),
     _hand_over_local("not another key's tenure", keys=[held()], given={"key": "j"}),
     _hand_over_local("not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),
-    _hand_over_local(
+    _handed_over(
         "a reader's tenure, to a writer",
         keys=[held(kind=1, reading=1)],
         given={"kind": 1, "reading": 0},
-        reply=[(CLOCK, ...)],
         after={"k": {**_RELAYED, "reading": 0}},
     ),
     _hand_over_local("not another owner's", keys=[held(owner="other")]),
     _hand_over_local("not a later one of the same owner", keys=[held(fence=8)]),
     _hand_over_local("not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
     _hand_over_local("not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
-    _hand_over_local(
-        "if a turn is left, then too",
-        keys=[held(last_ticket=11)],
-        given={"handovers_left": 1},
-        reply=[(CLOCK, ...)],
-        after={"k": _RELAYED},
-    ),
+    _handed_over("if a turn is left, then too", keys=[held(last_ticket=11)], given={"handovers_left": 1}),
     _hand_over_local("a turn that is left makes no tenure", keys=[held(owner="other")], given={"handovers_left": 1}),
     _hand_over_local("not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
-    _hand_over_local(
-        "another key's pin is no obstacle",
-        keys=[held(), held("j")],
-        beside=[Do("pin", {"key": "j"})],
-        reply=[(CLOCK, ...)],
-        after={"k": _RELAYED},
-        on=SERVERS,
+    _handed_over(
+        "another key's pin is no obstacle", keys=[held(), held("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
     ),
 )
 
@@ -831,23 +762,13 @@ _CONFIRM: Final = (
 )
 
 _clear = partial(Case, "clear")
+_cleared = partial(_clear, reply=DONE, after={"k": {"served_ticket": 12}})
 _CLEAR: Final = (
-    _clear(
-        "a queue of nobody",
-        keys=[free(last_ticket=12), free("j", last_ticket=12)],
-        reply=DONE,
-        after={"k": {"served_ticket": 12}},
-    ),
-    _clear(
+    _cleared("a queue of nobody", keys=[free(last_ticket=12), free("j", last_ticket=12)]),
+    _cleared(
         "a queue of the dead, of those who were served, and of another key's",
         keys=[free(last_ticket=12)],
-        places=[
-            waiter("w", 12, expires_at=At(-0.5)),
-            waiter("v", 10),
-            waiter("x", 12, lock_key="j"),
-        ],
-        reply=DONE,
-        after={"k": {"served_ticket": 12}},
+        places=[waiter("w", 12, expires_at=At(-0.5)), waiter("v", 10), waiter("x", 12, lock_key="j")],
     ),
     _clear("not if somebody is alive", keys=[free(last_ticket=12)], places=[waiter("w", 12)]),
     _clear("not if somebody came since", keys=[free(last_ticket=13)]),

@@ -23,10 +23,9 @@ from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock import store
-from dblock.connections import DjangoPool
-from dblock.core import clock, runtime
+from dblock.core import clock
 from dblock.core.errors import LockError
+from tests.support.configured import forget_alias
 from tests.support.lab import nobody_withdraws, until
 
 
@@ -75,11 +74,7 @@ def django_place(settings: dict[str, Any], quarantine: float | str | None) -> It
     with override_settings(DBLOCK={"FAILOVER_QUARANTINE": quarantine}):
         yield Place(partial(dblock.db_lock, using=alias), partial(dblock.db_lock.attach, using=alias))
         assert until(nobody_withdraws, 10)  # while the alias is there
-    for pool in runtime.current.pools():
-        if isinstance(pool, DjangoPool) and pool.alias == alias:
-            pool.close_all()
-    store._stores.pop(alias, None)
-    del connections.settings[alias]
+    forget_alias(alias)
 
 
 class Crowd:

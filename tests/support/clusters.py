@@ -9,8 +9,6 @@ import re
 import signal
 import urllib.request
 
-import pymysql
-
 from tests.support.network import Door, Machine
 from tests.support.proxy import Proxy
 from tests.support.servers import Galera, MissingServer, MySQL, PostgreSQL, Server, Standby, find_program, free_port
@@ -287,10 +285,3 @@ class GroupMember(MySQL):
         """Let it go on."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
-
-    def ask(self, sql: str) -> tuple[tuple[object, ...], ...]:
-        """The rows of a statement."""
-        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True, autocommit=True)
-        with connection, connection.cursor() as cursor:
-            cursor.execute(sql)
-            return tuple(cursor.fetchall())

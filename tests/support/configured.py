@@ -14,13 +14,12 @@ from typing import Any
 
 from django.db import connections
 from django.db.backends.signals import connection_created
-from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy import Engine, event
 
 from dblock import store
 from dblock.connections import DjangoPool
 from dblock.core import runtime
-from tests.conftest import ALIASES, INNODB, MYSQL_DRIVER, url
+from tests.conftest import ALIASES, INNODB, MYSQL_DRIVER
 from tests.support.lab import nobody_withdraws, until
 from tests.support.subjects import EVERY, Actor, Subject
 
@@ -80,9 +79,8 @@ class Configured(Subject):
 
     @cached_property
     def engine(self) -> Any:
-        make: Any = create_engine if self.face == "sync" else create_async_engine
         assert self.setting is not None
-        made = make(url(self.database, self.driver), **self.setting.engine)
+        made = self._made(**self.setting.engine)
         plain: Engine = getattr(made, "sync_engine", made)
         if self.setting.events is not None:
             self.setting.events(plain)
@@ -141,12 +139,17 @@ def _in_django(setting: Setting, subject: Subject) -> Iterator[None]:
     finally:
         assert until(nobody_withdraws, 10)  # while the alias is there
         connection_created.disconnect(handle)
-        for pool in runtime.current.pools():
-            if isinstance(pool, DjangoPool) and pool.alias in aliases:
-                pool.close_all()
         for alias in aliases:
-            store._stores.pop(alias, None)
-            with contextlib.suppress(AttributeError):  # not used in this thread
-                connections[alias].close()
-                del connections[alias]
-            del connections.settings[alias]
+            forget_alias(alias)
+
+
+def forget_alias(alias: str) -> None:
+    """Leave nothing of an alias of Django that a test has made."""
+    for pool in runtime.current.pools():
+        if isinstance(pool, DjangoPool) and pool.alias == alias:
+            pool.close_all()
+    _ = store._stores.pop(alias, None)
+    with contextlib.suppress(AttributeError):  # not used in this thread
+        connections[alias].close()
+        del connections[alias]
+    del connections.settings[alias]

@@ -15,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
+K = TypeVar("K")
 Kind = Literal["", "exclusive", "leader", "majority", "writer", "reader", "permit"]
 SLOW = 1 / 3
 """Seconds for a statement from which on its database counts as slow: a third of the clients' ttl."""
@@ -105,6 +106,13 @@ class Waited(NamedTuple):
     """The grants that it was too late for."""
 
 
+def _grouped(operations: Iterable[Operation], by: Callable[[Operation], K]) -> dict[K, list[Operation]]:
+    found = defaultdict[K, list[Operation]](list)
+    for each in operations:
+        found[by(each)].append(each)
+    return found
+
+
 @dataclass(frozen=True)
 class History:
     """What happened, sorted for the rules."""
@@ -115,20 +123,16 @@ class History:
     @cached_property
     def tenures(self) -> dict[str, list[Operation]]:
         """By key, in the order in which their holders came to believe in them."""
-        found = defaultdict[str, list[Operation]](list)
-        for each in sorted(self.operations, key=lambda it: it.end):
-            if each.name == "take" and each.outcome == "ok":
-                found[each.key].append(each)
-        return found
+        taken = [each for each in self.operations if each.name == "take" and each.outcome == "ok"]
+        return _grouped(sorted(taken, key=lambda it: it.end), lambda it: it.key)
 
     @cached_property
     def grants(self) -> dict[tuple[str, int], list[Operation]]:
         """By key and ticket."""
-        found = defaultdict[tuple[str, int], list[Operation]](list)
-        for each in self.operations:
-            if each.name == "grant":
-                found[each.key, each.ticket].append(each)
-        return found
+        return _grouped(self._named("grant"), lambda it: (it.key, it.ticket))
+
+    def _named(self, name: str) -> Iterator[Operation]:
+        return (each for each in self.operations if each.name == name)
 
     def waited(self, key: str) -> Iterator[Waited]:
         """The tenures of a key that were granted to waiters, which did not find it free."""
@@ -148,28 +152,17 @@ class History:
     @cached_property
     def forced(self) -> dict[str, list[Operation]]:
         """The tenures that an administrator ended, by key."""
-        found = defaultdict[str, list[Operation]](list)
-        for each in self.operations:
-            if each.name == "force":
-                found[each.key].append(each)
-        return found
+        return _grouped(self._named("force"), lambda it: it.key)
 
     def alone(self, key: str) -> dict[int, list[Operation]]:
         """The tenures that exclude each other: by slot, 0 but for permits."""
-        found = defaultdict[int, list[Operation]](list)
-        for each in self.tenures[key]:
-            if each.kind != "reader":
-                found[each.slot if each.kind == "permit" else 0].append(each)
-        return found
+        alone = (each for each in self.tenures[key] if each.kind != "reader")
+        return _grouped(alone, lambda it: it.slot if it.kind == "permit" else 0)
 
     @cached_property
     def faults(self) -> dict[str, list[Operation]]:
         """By what they struck."""
-        found = defaultdict[str, list[Operation]](list)
-        for each in self.operations:
-            if each.name == "fault":
-                found[each.client].append(each)
-        return found
+        return _grouped(self._named("fault"), lambda it: it.client)
 
     @cached_property
     def slow(self) -> dict[str, list[Operation]]:
@@ -177,12 +170,12 @@ class History:
 
         A waiter whose own statement is not answered in time gives up its place, and a grant that it learns of too late.
         """
-        found = defaultdict[str, list[Operation]](list)
-        for each in self.operations:
+
+        def is_slow(each: Operation) -> bool:
             late = each.name in {"verify", "extend", "release"} and each.end - each.begin > SLOW
-            if late or each.outcome == "StoreUnanswered":
-                found[each.key.split("/")[0]].append(each)
-        return found
+            return late or each.outcome == "StoreUnanswered"
+
+        return _grouped(filter(is_slow, self.operations), lambda it: it.key.split("/")[0])
 
     def befell(self, waiter: Waited) -> bool:
         """Whether a fault struck its process or its database while it waited, or shortly before, or that was slow."""
@@ -257,12 +250,7 @@ RULES: dict[str, Rule] = {}
 def violations(operations: Iterable[Operation], finals: Mapping[str, Final] | None = None) -> list[Violation]:
     """What a history contradicts, of each rule the first few times."""
     history = History(list(operations), finals or {})
-    return [Violation(name, shown) for name, rule in RULES.items() for shown in _first(rule(history), 5)]
-
-
-def _first(found: Iterator[tuple[Operation, ...]], most: int) -> Iterator[tuple[Operation, ...]]:
-    for _, shown in zip(range(most), found, strict=False):
-        yield shown
+    return [Violation(name, shown) for name, rule in RULES.items() for shown in islice(rule(history), 5)]
 
 
 def rule(name: str) -> Callable[[Rule], Rule]:

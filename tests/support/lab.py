@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from django.db import connections
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -344,6 +345,4 @@ def expire(subject: Subject, key: str = "k") -> None:
 
 def close_django(database: str, suffix: str = "") -> None:
     """Close this thread's connection."""
-    from django.db import connections
-
     connections[ALIASES[database] if not suffix else f"{database}{suffix}"].close()

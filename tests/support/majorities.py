@@ -6,6 +6,8 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+import dblock
+import sqlalchemy_dblock
 from dblock.core.protocol.drive import drive
 from dblock.majority import protocol
 from dblock.majority.statements import SERVER
@@ -28,12 +30,8 @@ def count(*databases: str) -> None:
 def majority(variant: str, face: str, key: str, databases: Sequence[str] = THREE, **options: Any) -> Any:
     """A majority lock on those databases."""
     if variant == "django":
-        from dblock import db_quorum_lock as django_lock
-
-        return django_lock(key, using=[ALIASES[each] for each in databases], **options)
-    from sqlalchemy_dblock import db_quorum_lock
-
-    return db_quorum_lock([engine(face, each) for each in databases], key, **options)
+        return dblock.db_quorum_lock(key, using=[ALIASES[each] for each in databases], **options)
+    return sqlalchemy_dblock.db_quorum_lock([engine(face, each) for each in databases], key, **options)
 
 
 def engine(face: str, database: str) -> Any:

@@ -287,15 +287,7 @@ class Struck:
 class World:
     """The databases, the clients, and what is done to them."""
 
-    def __init__(
-        self,
-        databases: Sequence[str],
-        seed: int,
-        *,
-        standby: str = "",
-        pause: float = 0.2,
-        faults: Collection[str] | None = None,
-    ) -> None:
+    def __init__(self, databases: Sequence[str], seed: int, *, standby: str = "", pause: float = 0.2) -> None:
         self.chance, self.databases, self.pause = random.Random(seed), list(databases), pause
         self.standby = standby
         self.directory = Path(tempfile.mkdtemp(prefix=f"dblock-nemesis-{os.getpid()}-", dir=Server.base))
@@ -311,7 +303,6 @@ class World:
         self.struck: list[Struck] = []
         self.events: list[Operation] = []
         self._closing = contextlib.ExitStack()
-        self._faults = [each for each in FAULTS if faults is None or each in faults]
 
     # -- beginning and end
 
@@ -484,11 +475,11 @@ class World:
         return Final(int(count), dict(member.insist(f"SELECT name, value_read FROM {MEMBERS}")))
 
     def _strike(self) -> None:
-        if not self._faults:
-            return
-        what = self.chance.choice(self._faults)
+        what = self.chance.choice([*FAULTS])
+        whom, fault = FAULTS[what]
         begun = clock.now()
-        struck = FAULTS[what](self, self.chance)
+        target = whom(self)
+        struck = None if target is None else fault(self, target)
         if struck is not None:
             struck.what, struck.begun = what, begun
             self.struck.append(struck)
@@ -507,13 +498,13 @@ class World:
 
     # -- whom to strike
 
-    def client(self, chance: random.Random) -> Client | None:
+    def client(self) -> Client | None:
         """One that nothing befalls."""
         busy = {each.target for each in self.struck}
         free = [each for each in self.clients if str(each.number) not in busy]
-        return chance.choice(free) if free else None
+        return self.chance.choice(free) if free else None
 
-    def member(self, chance: random.Random, names: Collection[str] | None = None) -> Member | None:
+    def member(self, names: Collection[str] | None = None) -> Member | None:
         """The same of the databases."""
         busy = {each.target.split(" ")[0] for each in self.struck}
         free = [
@@ -521,10 +512,10 @@ class World:
             for name, each in self.members.items()
             if each.database not in busy and (names is None or name in names)
         ]
-        return chance.choice(free) if free else None
+        return self.chance.choice(free) if free else None
 
-    def server(self, chance: random.Random) -> Member | None:
-        return self.member(chance, self.members.keys() - {"sqlite"})
+    def server(self) -> Member | None:
+        return self.member(self.members.keys() - {"sqlite"})
 
     def nodes(self) -> list[Galera]:
         """Those of the cluster, if there is one."""
@@ -540,18 +531,14 @@ class World:
 # -- faults
 
 
-def paused(world: World, chance: random.Random) -> Struck | None:
+def paused(world: World, client: Client) -> Struck | None:
     """A process of clients is stopped (SIGSTOP), at times for longer than its leases last."""
-    if (client := world.client(chance)) is None:
-        return None
     client.send(signal.SIGSTOP)
-    return Struck("", str(client.number), chance.uniform(0.05, 2 * TTL), lambda: client.send(signal.SIGCONT))
+    return Struck("", str(client.number), world.chance.uniform(0.05, 2 * TTL), lambda: client.send(signal.SIGCONT))
 
 
-def killed(world: World, chance: random.Random) -> Struck | None:
+def killed(world: World, client: Client) -> Struck | None:
     """A process of clients is killed (SIGKILL), and another one begins."""
-    if (client := world.client(chance)) is None:
-        return None
     client.send(signal.SIGKILL)
     assert client.wait() == -signal.SIGKILL, world.log.read_text()[-3000:]  # else it had ended by itself
 
@@ -560,42 +547,36 @@ def killed(world: World, chance: random.Random) -> Struck | None:
         if world.is_over:
             client.send(signal.SIGTERM)
 
-    return Struck("", str(client.number), chance.uniform(0.0, 1.0), again)
+    return Struck("", str(client.number), world.chance.uniform(0.0, 1.0), again)
 
 
-def stepped(world: World, chance: random.Random) -> Struck | None:
+def stepped(world: World, _: object) -> Struck | None:
     """The wall clock of a process jumps by up to a day (libfaketime), and back."""
     if not FAKETIME or any(each.what == "stepped clock" for each in world.struck):
         return None
-    _ = world.clock.write_text(f"{chance.randint(-86400, 86400):+d}")
-    return Struck("", "the clock", chance.uniform(1.0, 3.0), lambda: world.clock.write_text("+0"))
+    _ = world.clock.write_text(f"{world.chance.randint(-86400, 86400):+d}")
+    return Struck("", "the clock", world.chance.uniform(1.0, 3.0), lambda: world.clock.write_text("+0"))
 
 
-def cut(world: World, chance: random.Random) -> Struck | None:
+def cut(world: World, member: Member) -> Struck | None:
     """All connections to a database end."""
-    if (member := world.server(chance)) is None:
-        return None
     assert member.proxy is not None
     member.proxy.cut()
     return Struck("", member.name)
 
 
-def unanswered(world: World, chance: random.Random) -> Struck | None:
+def unanswered(world: World, member: Member) -> Struck | None:
     """A statement is executed and its answer lost with the connection, or it is lost before."""
-    if (member := world.server(chance)) is None:
-        return None
-    proxy, what = member.proxy, chance.choice(("cut_replies", "cut_requests"))
-    setattr(proxy, what, chance.choice((1, 1, 3)))
+    proxy, what = member.proxy, world.chance.choice(("cut_replies", "cut_requests"))
+    setattr(proxy, what, world.chance.choice((1, 1, 3)))
     return Struck("", member.name, 0.3, lambda: setattr(proxy, what, 0))
 
 
-def dropped(world: World, chance: random.Random) -> Struck | None:
+def dropped(world: World, member: Member) -> Struck | None:
     """What passes is swallowed and nobody is told: on all connections, or on those of the moment."""
-    if (member := world.server(chance)) is None:
-        return None
     proxy = member.proxy
     assert proxy is not None
-    if chance.random() < 0.5:
+    if world.chance.random() < 0.5:
         proxy.forget()
     else:
         proxy.black_hole = True
@@ -604,27 +585,23 @@ def dropped(world: World, chance: random.Random) -> Struck | None:
         proxy.black_hole = False
         proxy.cut()
 
-    return Struck("", member.name, chance.uniform(0.2, 1.5), again)
+    return Struck("", member.name, world.chance.uniform(0.2, 1.5), again)
 
 
-def delayed(world: World, chance: random.Random) -> Struck | None:
+def delayed(world: World, member: Member) -> Struck | None:
     """Each answer comes 5 to 80 ms late."""
-    if (member := world.server(chance)) is None:
-        return None
     proxy = member.proxy
-    setattr(proxy, "delay", chance.uniform(0.005, 0.08))  # noqa: B010 - as it is undone
-    return Struck("", member.name, chance.uniform(0.3, 1.5), lambda: setattr(proxy, "delay", 0.0))
+    setattr(proxy, "delay", world.chance.uniform(0.005, 0.08))  # noqa: B010 - as it is undone
+    return Struck("", member.name, world.chance.uniform(0.3, 1.5), lambda: setattr(proxy, "delay", 0.0))
 
 
-def hung(world: World, chance: random.Random) -> Struck | None:
+def hung(world: World, member: Member) -> Struck | None:
     """A server stands still with all of its sessions (SIGSTOP)."""
-    if (member := world.server(chance)) is None:
-        return None
     assert member.server is not None
     assert member.server.process is not None
     pids = _tree(member.server.process.pid)
     _send(pids, signal.SIGSTOP)
-    return Struck("", member.name, chance.uniform(0.1, 1.5), lambda: _send(pids, signal.SIGCONT))
+    return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: _send(pids, signal.SIGCONT))
 
 
 def _tree(pid: int) -> list[int]:
@@ -640,12 +617,12 @@ def _send(pids: Sequence[int], what: signal.Signals) -> None:
             os.kill(pid, what)
 
 
-def restarted(world: World, chance: random.Random) -> Struck | None:
+def restarted(world: World, member: Member) -> Struck | None:
     """A server is stopped in order and started again."""
-    return _down(world, chance, lambda server: server.stop(signal.SIGTERM))
+    return _down(world, member, lambda server: server.stop(signal.SIGTERM))
 
 
-def crashed(world: World, chance: random.Random) -> Struck | None:
+def crashed(world: World, member: Member) -> Struck | None:
     """A server is killed; PostgreSQL also forgets what it had not flushed, as if the power had failed."""
 
     def fail(server: Server) -> None:
@@ -661,17 +638,17 @@ def crashed(world: World, chance: random.Random) -> Struck | None:
         finally:
             _send(pids, signal.SIGCONT)
 
-    return _down(world, chance, fail)
+    return _down(world, member, fail)
 
 
-def _down(world: World, chance: random.Random, stop: Callable[[Server], None]) -> Struck | None:
-    if (member := world.server(chance)) is None or chance.random() < 0.6:  # it costs a second of a processor
+def _down(world: World, member: Member, stop: Callable[[Server], None]) -> Struck | None:
+    if world.chance.random() < 0.6:  # it costs a second of a processor
         return None
     server, proxy = member.server, member.proxy
     assert server is not None
     assert proxy is not None
     if isinstance(server, Galera):
-        if chance.random() < 0.5 or not world.is_whole():  # it costs several
+        if world.chance.random() < 0.5 or not world.is_whole():  # it costs several
             return None
         server.first = next(each for each in world.nodes() if each is not server)
     proxy.refusing = True  # it ends when its target refuses
@@ -688,13 +665,12 @@ def _down(world: World, chance: random.Random, stop: Callable[[Server], None]) -
         assert until(is_back, 240), "it takes long to copy the others' data, but not for ever"
         proxy.refusing = False
 
-    return Struck("", member.name, chance.uniform(0.0, 0.7), start, forgets=True)
+    return Struck("", member.name, world.chance.uniform(0.0, 0.7), start, forgets=True)
 
 
-def isolated(world: World, chance: random.Random) -> Struck | None:
+def isolated(world: World, member: Member) -> Struck | None:
     """A node of a cluster is cut off from the others; it comes back."""
-    member = world.member(chance, NODES)
-    if member is None or not world.is_whole():
+    if not world.is_whole():
         return None
     node = member.server
     assert isinstance(node, Galera)
@@ -704,13 +680,12 @@ def isolated(world: World, chance: random.Random) -> Struck | None:
         node.provide("gmcast.isolate=0")
         assert until(node.ready, 240), "the node does not come back"
 
-    return Struck("", member.name, chance.uniform(0.5, 6.0), again)
+    return Struck("", member.name, world.chance.uniform(0.5, 6.0), again)
 
 
-def promoted(world: World, chance: random.Random) -> Struck | None:
+def promoted(world: World, member: Member) -> Struck | None:
     """PostgreSQL's standby, which may lag unless it is synchronous, takes the place of a primary that was killed."""
-    member = world.member(chance, {"postgresql"})
-    if member is None or member.standby is None or chance.random() < 0.5:  # it costs seconds of a processor
+    if member.standby is None or world.chance.random() < 0.5:  # it costs seconds of a processor
         return None
     primary, standby, proxy = member.server, member.standby, member.proxy
     assert primary is not None
@@ -720,22 +695,20 @@ def promoted(world: World, chance: random.Random) -> Struck | None:
         new = Member(member.name, place=there)
         _ = new.insist("ALTER SYSTEM SET primary_conninfo = ''")
         _ = new.insist("SELECT pg_reload_conf()")
-        time.sleep(chance.uniform(0.0, 0.3))
+        time.sleep(world.chance.uniform(0.0, 0.3))
     proxy.refusing = True
     proxy.cut()
     primary.close()
     member.server, member.standby, member.place = standby, None, there
     assert member.run("SELECT pg_promote(true, 30)") == [(True,)]
-    setattr(proxy, "_target", ("127.0.0.1", standby.port))  # noqa: B010
+    proxy.lead_to(standby.port, cut=False)
     proxy.refusing = False
-    return Struck("", member.name, chance.uniform(0.5, 2.0), lambda: world.follow(member), forgets=True)
+    return Struck("", member.name, world.chance.uniform(0.5, 2.0), lambda: world.follow(member), forgets=True)
 
 
-def read_only(world: World, chance: random.Random) -> Struck | None:
+def read_only(world: World, member: Member) -> Struck | None:
     """A database takes no writes: PostgreSQL refuses them, the others make them wait for a stranger's lock."""
-    if (member := world.member(chance)) is None:
-        return None
-    seconds = chance.uniform(0.1, 1.5)
+    seconds = world.chance.uniform(0.1, 1.5)
     if member.name == "postgresql":
         if world.filler.exists():
             return None
@@ -764,13 +737,13 @@ def read_only(world: World, chance: random.Random) -> Struck | None:
     return Struck("", member.name, seconds, unlock)
 
 
-def full(world: World, chance: random.Random) -> Struck | None:
+def full(world: World, member: Member) -> Struck | None:
     """The disk of PostgreSQL and SQLite is full."""
-    if not world.limited or (member := world.member(chance, {"sqlite"})) is None:
+    if not world.limited:
         return None
     with world.filler.open("wb") as file, contextlib.suppress(OSError):
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(world.disk).free)
-    return Struck("", member.name, chance.uniform(0.2, 1.0), lambda: _empty(world))
+    return Struck("", member.name, world.chance.uniform(0.2, 1.0), lambda: _empty(world))
 
 
 def _empty(world: World) -> None:
@@ -781,17 +754,15 @@ def _empty(world: World) -> None:
         world.events.append(Operation("fault", "", member.name, clock.now() - 1.0, clock.now(), value=1))
 
 
-def forced(world: World, chance: random.Random) -> None:
+def forced(world: World, member: Member) -> None:
     """An administrator frees a key, or a share of one, that somebody holds."""
-    if (member := world.member(chance)) is None:
-        return
     begin, found = clock.now(), list[Any]()
     with contextlib.suppress(DBAPIError, LockError):
         found = member.run(
             "SELECT lock_key, fence FROM locks WHERE owner IS NOT NULL AND lock_key NOT IN ('m', 'dblock')"
         )
         if found:
-            key, fence = chance.choice(found)
+            key, fence = world.chance.choice(found)
             store = db_lock(member.engine, "any")._place.store()
             with contextlib.suppress(DBAPIError, LockError):
                 _ = drive(force_release(store, key, fence, "the nemesis"))
@@ -799,33 +770,32 @@ def forced(world: World, chance: random.Random) -> None:
             world.events.append(Operation("force", name, "nemesis", begin, clock.now(), fence=fence))
 
 
-def reaped(world: World, chance: random.Random) -> Struck | None:
+def reaped(world: World, member: Member) -> Struck | None:
     """All rows that nobody needs are deleted."""
-    if (member := world.member(chance)) is None:
-        return None
     with contextlib.suppress(DBAPIError, LockError):
         _ = reap(member.engine, retention=1)
     return Struck("", member.name, forgets=True)
 
 
-FAULTS: dict[str, Callable[[World, random.Random], Struck | None]] = {
-    "paused": paused,
-    "killed": killed,
-    "stepped clock": stepped,
-    "connections cut": cut,
-    "answer or request lost": unanswered,
-    "packets dropped silently": dropped,
-    "answers 5 to 80 ms late": delayed,
-    "server hangs": hung,
-    "server restarted": restarted,
-    "power lost": crashed,
-    "node isolated": isolated,
-    "standby promoted": promoted,
-    "read-only": read_only,
-    "full disk": full,
-    "forced release": forced,
-    "reaper": reaped,
+FAULTS: dict[str, tuple[Callable[[World], object], Callable[[World, Any], Struck | None]]] = {
+    "paused": (World.client, paused),
+    "killed": (World.client, killed),
+    "stepped clock": (lambda world: world, stepped),
+    "connections cut": (World.server, cut),
+    "answer or request lost": (World.server, unanswered),
+    "packets dropped silently": (World.server, dropped),
+    "answers 5 to 80 ms late": (World.server, delayed),
+    "server hangs": (World.server, hung),
+    "server restarted": (World.server, restarted),
+    "power lost": (World.server, crashed),
+    "node isolated": (lambda world: world.member(NODES), isolated),
+    "standby promoted": (lambda world: world.member({"postgresql"}), promoted),
+    "read-only": (World.member, read_only),
+    "full disk": (lambda world: world.member({"sqlite"}), full),
+    "forced release": (World.member, forced),
+    "reaper": (World.member, reaped),
 }
+"""By name: whom it strikes, and what it does."""
 
 
 # -- a run
@@ -893,13 +863,13 @@ def _cpu() -> float:
 
 
 SINGLE = ("sqlite", "postgresql", *INNODB)
-PARTS: dict[str, tuple[dict[str, Any], ...]] = {
-    "single servers": ({"pause": 0.0, "databases": SINGLE},),
-    "asynchronous standby": ({"pause": 0.0, "databases": SINGLE, "standby": "asynchronous"},),
-    "synchronous standby": ({"pause": 0.0, "databases": SINGLE, "standby": "synchronous"},),
-    "Galera": ({"pause": 0.0, "databases": ("galera",)},),
+PARTS: dict[str, dict[str, Any]] = {
+    "single servers": {"pause": 0.0, "databases": SINGLE},
+    "asynchronous standby": {"pause": 0.0, "databases": SINGLE, "standby": "asynchronous"},
+    "synchronous standby": {"pause": 0.0, "databases": SINGLE, "standby": "synchronous"},
+    "Galera": {"pause": 0.0, "databases": ("galera",)},
 }
-"""The worlds of each, side by side."""
+"""The worlds, side by side."""
 
 
 class Total:
@@ -931,8 +901,7 @@ def run_worlds(worlds: int, operations: int, seed: int, minutes: float) -> tuple
     """The results of so many worlds by part, and whether all of them came to their end."""
     context = multiprocessing.get_context("fork")
     parts = {part: given for part, given in PARTS.items() if part != "Galera" or not _galera_lacks()}
-    places = [(part, given) for part, all_ in parts.items() for given in all_]
-    places = [places[number % len(places)] for number in range(worlds)]
+    places = [[*parts.items()][number % len(parts)] for number in range(worlds)]
     total, told = Total(worlds, operations, clock.now() + minutes * 60), context.Queue()
     processes = [
         context.Process(target=_live, args=(total, number, part, told), kwargs=options | {"seed": seed + number})
@@ -996,7 +965,7 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(30))
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--worlds", type=int, default=len([each for part in PARTS.values() for each in part]))
+    parser.add_argument("--worlds", type=int, default=len(PARTS))
     given = parser.parse_args()
     print(f"SEED={given.seed}", _galera_lacks(), flush=True)  # noqa: T201
     parts, is_complete = run_worlds(given.worlds, given.operations, given.seed, given.minutes)

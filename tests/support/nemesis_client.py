@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import asyncpg
 import django
 import sqlalchemy.exc
 from django.conf import settings
+from django.db import connections, transaction
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -44,6 +45,7 @@ from tests.conftest import url
 from tests.support import majorities
 from tests.support.history import Kind, Recorder
 from tests.support.servers import end_with_parent
+from tests.support.subjects import at_once
 
 ALIASES = PLAIN | {"galera": "mariadb"}
 DRIVERS = majorities.DRIVERS | {"galera": "aiomysql"}
@@ -114,13 +116,6 @@ def this_flow() -> object:
 async def settled(value: Any) -> Any:
     """The value, awaited if it can be."""
     return await value if inspect.isawaitable(value) else value
-
-
-def drive(flow: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in which nothing suspends."""
-    with contextlib.suppress(StopIteration):
-        _ = flow.send(None)
-        raise RuntimeError("a synchronous face has suspended")
 
 
 class Flow:
@@ -296,8 +291,6 @@ class Flow:
 
     async def django_transaction(self, lock: Any, name: str, read: list[int]) -> Any:
         """The same."""
-        from django.db import connections, transaction
-
         with transaction.atomic(self.alias):
             lock.guard()
             with connections[self.alias].cursor() as cursor:
@@ -381,8 +374,6 @@ class Flow:
             with contextlib.suppress(Exception):
                 await settled(engine.dispose())
         if self.variant == "django" and self.face == "sync":
-            from django.db import connections
-
             connections.close_all()
 
     def _misfortune(self, outcome: str) -> dict[str, Any]:
@@ -444,7 +435,7 @@ def main(number: int, seed: int, path: str, pause: float, databases: list[str]) 
         return 0.0 if flow.databases == ["sqlite"] else pause
 
     threads = [
-        threading.Thread(target=drive, args=(each.live(pause_of(each)),)) for each in made if each.face == "sync"
+        threading.Thread(target=at_once, args=(each.live(pause_of(each)),)) for each in made if each.face == "sync"
     ]
     for thread in threads:
         thread.start()
@@ -488,8 +479,6 @@ def serve() -> None:
     _ = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is somebody who listens to it
     settings.DBLOCK = {"FAILOVER_QUARANTINE": QUARANTINE}
     django.setup()
-    from django.db import connections
-
     for module in (dblock, sqlalchemy_dblock):  # which imports the rest of it
         _ = [getattr(module, name) for name in module.__all__]
     for each in PLAIN:  # and the drivers

@@ -45,6 +45,7 @@ def shift_clock(seconds: float) -> None:
 if SHIFT:
     shift_clock(SHIFT)
 
+from django.db import connections, transaction  # noqa: E402
 from sqlalchemy import text  # noqa: E402
 
 from dblock.core import runtime, timing  # noqa: E402, F401 - the runtime for the commands
@@ -58,8 +59,6 @@ class Transaction:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         if subject.variant == "django":
-            from django.db import connections, transaction
-
             self.connection: Any = connections[ALIASES[subject.database]]
             self.atomic = transaction.atomic(ALIASES[subject.database])
             self.atomic.__enter__()
@@ -124,8 +123,6 @@ def guarded_block(subject: Subject, lock: Any, moment: str) -> str:
     block = lock.atomic() if subject.variant == "django" else lock.begin(subject.engine)
     with block as connection:
         if subject.variant == "django":
-            from django.db import connections
-
             with connections[lock.using].cursor() as cursor:
                 cursor.execute("INSERT INTO ledger (n) VALUES (1)")
         else:

@@ -347,19 +347,24 @@ class MariaDB(Server):
         )
 
     def command(self) -> list[str]:
-        here = self.directory
         return [
             find_program("mariadbd"),
             "--no-defaults",
-            f"--datadir={here}/data",
-            f"--tmpdir={here}",
-            f"--socket={here}/s",
-            f"--pid-file={here}/pid",
+            f"--datadir={self.directory}/data",
+            f"--tmpdir={self.directory}",
+            "--innodb-flush-log-at-trx-commit=1",
+            *self.shared(),
+        ]
+
+    def shared(self) -> list[str]:
+        """Where it is, and how it is set, be it MariaDB or MySQL."""
+        return [
+            f"--socket={self.directory}/s",
+            f"--pid-file={self.directory}/pid",
             f"--port={self.port}",
             "--bind-address=127.0.0.1",
             "--skip-name-resolve",
             "--max-connections=300",
-            "--innodb-flush-log-at-trx-commit=1",
             # As a latin1, UTC+5 server: key comparison and times must not depend on the server's defaults.
             "--character-set-server=latin1",
             "--default-time-zone=+05:00",
@@ -369,17 +374,21 @@ class MariaDB(Server):
         import pymysql
 
         with contextlib.suppress(pymysql.MySQLError):
-            pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True).close()
-            return True
+            return bool(self.ask("SELECT 1"))
         return False
 
     def create_database(self, name: str) -> None:
         """An empty database in the running server."""
+        self.ask(f"CREATE DATABASE {name}")
+
+    def ask(self, sql: str) -> tuple[tuple[object, ...], ...]:
+        """The rows of a statement."""
         import pymysql
 
-        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
-        connection.cursor().execute(f"CREATE DATABASE {name}")
-        connection.close()
+        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True, autocommit=True)
+        with connection, connection.cursor() as cursor:
+            cursor.execute(sql)
+            return tuple(cursor.fetchall())
 
 
 class Galera(MariaDB):
@@ -423,20 +432,12 @@ class Galera(MariaDB):
 
     def status(self, name: str) -> str:
         """A status variable."""
-        [(_, value)] = self._ask(f"SHOW STATUS LIKE '{name}'")
+        [(_, value)] = self.ask(f"SHOW STATUS LIKE '{name}'")
         return str(value)
 
     def provide(self, option: str) -> None:
         """Set an option of Galera, `gmcast.isolate=1` to cut the node off."""
-        self._ask(f"SET GLOBAL wsrep_provider_options = '{option}'")
-
-    def _ask(self, sql: str) -> tuple[tuple[object, ...], ...]:
-        import pymysql
-
-        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
-        with connection, connection.cursor() as cursor:
-            cursor.execute(sql)
-            return tuple(cursor.fetchall())
+        self.ask(f"SET GLOBAL wsrep_provider_options = '{option}'")
 
 
 class MySQL(MariaDB):
@@ -478,21 +479,12 @@ class MySQL(MariaDB):
         (self.directory / "init.sql").write_text(allow)
 
     def command(self) -> list[str]:
-        here = self.directory
         return [
             *self._program(),
-            f"--init-file={here}/init.sql",
-            f"--socket={here}/s",
-            f"--pid-file={here}/pid",
-            f"--port={self.port}",
-            "--bind-address=127.0.0.1",
-            "--skip-name-resolve",
-            "--max-connections=300",
+            f"--init-file={self.directory}/init.sql",
+            *self.shared(),
             "--skip-log-bin",  # as MariaDB by default
             "--tls-version=",  # likewise, and a forked child's session is not its parent's
-            # As MariaDB's above.
-            "--character-set-server=latin1",
-            "--default-time-zone=+05:00",
         ]
 
 

@@ -21,18 +21,15 @@ from typing import Any, Self
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from dblock.majority import protocol
 from dblock.majority.statements import SERVER
-from tests.conftest import ALIASES
-from tests.support.lab import alive_keys, close_django
-from tests.support.subjects import Actor, Subject
+from tests.support.lab import ROOT, alive_keys, close_django
+from tests.support.subjects import Actor, Subject, at_once
 
-ROOT = Path(__file__).parents[2]
 OURS = (f"{ROOT}/dblock/", f"{ROOT}/sqlalchemy_dblock/")
 TTL = 0.4
 RENEWED = 1.5
@@ -198,9 +195,7 @@ class Stage:
         """What `db_lock`, `db_leader` and so on give, for the database of the subject."""
         subject = self.foreign if foreign else self.subject
         options = {"ttl": RENEWED, "timeout": 3, **options}
-        if subject.variant == "django":
-            return getattr(dblock, kind)(*keys, using=ALIASES[subject.database], **options)
-        return getattr(sqlalchemy_dblock, kind)(subject.engine, *keys, **options)
+        return subject.api(kind, *keys, **options)
 
     def majority(self, key: str) -> Any:
         """A majority lock on three databases in files, which `files()` makes."""
@@ -256,7 +251,7 @@ class Stage:
             return
         if self.subject.variant == "django":
             assert self.sync
-            dblock.release_all(using=ALIASES[self.subject.database])
+            self.subject.api("release_all")
             return
         for engine in (self.subject.engine, *self._engines):
             await self.call(sqlalchemy_dblock.release_all, "__call__", engine)
@@ -312,13 +307,8 @@ class Stage:
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "psycopg", "mariadb": "aiomysql"}
 
 
-def play(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("it waits")
+play = at_once
+"""Runs a coroutine that never waits."""
 
 
 async def nothing() -> None:

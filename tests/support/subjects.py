@@ -18,12 +18,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from typing import Any
 
+from django.db import connections
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
+import dblock
+import sqlalchemy_dblock
 from dblock.core.protocol.sending import Database
 from dblock.core.statements import DIALECTS
 from tests.conftest import ALIASES, INNODB, run, url
@@ -69,13 +72,9 @@ class Subject:
     def api(self, name: str, *args: Any, **options: Any) -> Any:
         """Call a public function of this variant, for this database: `db_rwlock`, `attach`, `release_all`..."""
         if self.variant == "django":
-            import dblock
-
             home = dblock.db_lock if name == "attach" else dblock
             called = name if name.startswith("db_") else self.method(name)
             return getattr(home, called)(*args, using=self.alias, **options)
-        import sqlalchemy_dblock
-
         return getattr(sqlalchemy_dblock, name)(self.engine, *args, **options)
 
     def lock(self, key: str, **options: Any) -> Any:
@@ -255,7 +254,7 @@ class Actor:
 
             def block() -> Any:
                 with lock:
-                    return _at_once(body())
+                    return at_once(body())
 
             return self.start(block)
 
@@ -275,9 +274,8 @@ class Actor:
         if self.subject.face == "sync":
             decorated = lock(function)
         else:
-            import functools
 
-            @functools.wraps(function)
+            @wraps(function)
             async def coroutine(*args: Any, **kwargs: Any) -> Any:
                 return function(*args, **kwargs)
 
@@ -288,8 +286,6 @@ class Actor:
         while self._serve_one():
             pass
         if self.subject.variant == "django":
-            from django.db import connections
-
             connections.close_all()  # as Django does at the end of a request, and a well-behaved thread for itself
 
     def _serve_one(self) -> bool:
@@ -297,13 +293,14 @@ class Actor:
             return False
         function, done = work
         try:
-            done.set_result(_at_once(function()))
+            done.set_result(at_once(function()))
         except BaseException as error:
             done.set_exception(error)
         return True  # and nothing of it is kept until there is something else to do
 
 
-def _at_once(found: Any) -> Any:
+def at_once(found: Any) -> Any:
+    """What a coroutine comes to that has nothing to wait for; anything else as it is."""
     if not inspect.iscoroutine(found):
         return found
     try:

@@ -14,6 +14,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, testing
 from tests.conftest import ready, run, url
+from tests.support.remote import before
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
 
@@ -54,17 +55,6 @@ def in_sqlalchemy(database: str, body: Callable[[], None], taken: Callable[[Any]
         engine.dispose()
 
 
-def taken_before(lock: Any, method: str) -> None:
-    """Let the lock be taken away before this method of it."""
-    plain = getattr(lock, method)
-
-    def later(*args: Any) -> Any:
-        testing.take_away("k")
-        return plain(*args)
-
-    setattr(lock, method, later)
-
-
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("block", [in_django, in_sqlalchemy])
 def test_a_lock_that_is_taken_away(database: str, block: Callable[..., None], moment: str) -> None:
@@ -72,7 +62,7 @@ def test_a_lock_that_is_taken_away(database: str, block: Callable[..., None], mo
 
     def taken(lock: Any) -> None:
         if moment != "in the body":
-            taken_before(lock, "guard" if moment == "before the guard" else "__exit__")
+            before(lock, "guard" if moment == "before the guard" else "__exit__", lambda: testing.take_away("k"))
 
     def body() -> None:
         if moment == "in the body":
