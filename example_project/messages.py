@@ -13,7 +13,7 @@ from typing import Any
 from kombu.transport import filesystem
 
 
-class Channel(filesystem.Channel):
+class Channel(filesystem.Channel):  # type: ignore[misc]
     """Writes each message in a folder of its own, and then moves it."""
 
     @cached_property
@@ -27,7 +27,7 @@ class Channel(filesystem.Channel):
             _ = written.replace(Path(self.data_folder_in, written.name))
 
 
-class Transport(filesystem.Transport):
+class Transport(filesystem.Transport):  # type: ignore[misc]
     """The setting `broker_transport` names it."""
 
     Channel = Channel
