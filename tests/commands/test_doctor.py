@@ -310,7 +310,8 @@ def test_ddl_behind_a_guard(database: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         assert until(waits, 10)
         assert "locked" in findings(database)
-        [(session, _, statement)] = told
+        [(session, _, statement, *behind)] = told
+        assert all(behind), "on PostgreSQL whom it waits for"
         assert "ADD COLUMN another" in str(statement)
         run(database, end.format(session))
         altering.join(30)
