@@ -31,7 +31,6 @@ from dblock.core.lock.bookkeeping import ending
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.leaving_several import release_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
-from dblock.core.log import warn
 from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
@@ -133,8 +132,6 @@ class BaseSemaphore(Operations):
         self._drive, self._adrive = self._plain._drive, self._plain._adrive
         self._held: list[Any] = []
         """The permits of this object, the oldest first. The flow that has removed one from it releases it."""
-        self._met: set[str] = set()
-        """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 
     # -- what is known without I/O
 
@@ -164,17 +161,6 @@ class BaseSemaphore(Operations):
         permit._semaphore = self
         permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
         return permit
-
-    def met(self, slot: int) -> None:
-        """Log, once, that somebody has a slot that this semaphore does not have."""
-        if self.key not in self._met:
-            self._met.add(self.key)
-            warn(
-                "%r has %d permits here, and somebody holds number %d: another program gives it more",
-                self.key,
-                self._permits,
-                slot,
-            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.key!r}: {len(self.held)} of {self._permits} permits held here>"
