@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -46,15 +45,15 @@ class IsPermit(BaseLock):
 
     _kind = KeyKind.SEMAPHORE
     _semaphore: BaseSemaphore
+    _flow: Any = None
+    """Its own, whose driver is the flow that took it last, or takes it now."""
     _wanted = 1
     """How many permits are acquired at a time, of which it is the first."""
     _others: Sequence[Grant] = ()
     """The tenures of the others, until their permits have them."""
-    _taken_by: Callable[[], Flow | None] | None = None
-    """A reference to the flow that took it last, or takes it now."""
     _is_being_taken = False
-    _of_block = False
-    """Whether the semaphore acquired it for a `with` of its own."""
+    _block: Block | None = None
+    """The `with` of the semaphore that it was acquired for; None if it was for acquire(), or for its caller."""
 
     @property
     def slot(self) -> int | Any:
@@ -85,7 +84,7 @@ class IsPermit(BaseLock):
 
     def _refuse_to_share(self) -> None:
         """Raise LockError where another thread or task has it: both would be inside by one permit."""
-        if self._taken_by is not None and self._taken_by() not in {None, current_flow()}:
+        if self._flow.driver() not in {None, current_flow()}:
             raise LockError(
                 f"this permit of {self._key!r} is another thread's or task's: make a semaphore.permit() for each block",
                 key=self._key,
@@ -94,7 +93,7 @@ class IsPermit(BaseLock):
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
         if self._is_being_taken:
             self._refuse_to_share()
-        self._taken_by, self._is_being_taken = current_flow().ref, True
+        self._flow.driver, self._is_being_taken = current_flow().ref, True
         try:
             found = yield from Sharing(attempt).acquire(self._semaphore, self._wanted)
         finally:
@@ -157,9 +156,9 @@ class BaseSemaphore(Operations):
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
-        permit, name = copy.copy(self._plain), current_flow().who["thread"]
+        permit, flow = copy.copy(self._plain), current_flow()
         permit._semaphore = self
-        permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
+        permit._flow = runtime.current.flows.of_object(flow.who["thread"], permit, flow.ref)
         return permit
 
     def __repr__(self) -> str:
@@ -167,12 +166,10 @@ class BaseSemaphore(Operations):
 
     # -- the permits of this object
 
-    def _add(self, permits: list[Any], *, block: bool) -> None:
-        """Own permits from now on; those that are gone are forgotten. `block`: they are of a `with`."""
+    def _add(self, permits: list[Any]) -> None:
+        """Own permits from now on; those that are gone are forgotten."""
         for gone in [each for each in self._held[:] if not each._open_blocks() and each._hold_here() is None]:
             _ = self._drop(gone)
-        for permit in permits:
-            permit._taken_by, permit._of_block = current_flow().ref, block
         self._held += permits
 
     def _drop(self, permit: Any) -> bool:
@@ -186,8 +183,8 @@ class BaseSemaphore(Operations):
     def _chosen(self, n: int) -> list[Any]:
         """The permits that are to be released, last first; those of this flow before others."""
         flow, chosen = current_flow().ref, list[Any]()
-        mine = [each for each in self.held if not each._of_block]
-        mine.sort(key=lambda permit: permit._taken_by is flow)  # stable: those of this flow last
+        mine = [each for each in self.held if each._block is None]
+        mine.sort(key=lambda permit: permit._flow.driver is flow)  # stable: those of this flow last
         for permit in mine[::-1] if n <= len(mine) else ():
             if len(chosen) < n and self._drop(permit):  # else another thread releases it at this moment
                 chosen.append(permit)
@@ -201,16 +198,8 @@ class BaseSemaphore(Operations):
 
     def _blocks(self) -> list[tuple[Callable[[], Flow | None], Block, Any]]:
         """The open `with`s and their permits, each behind a reference to the flow that began it."""
-        found = [(permit, permit._open_blocks()) for permit in self._held[:] if permit._of_block]
-        return [(permit._taken_by, blocks[0], permit) for permit, blocks in found if blocks]
-
-    def _ending(self, opened: list[Block] | None) -> Any:
-        """The permit of the `with` that ends; `opened`: those of its end."""
-        blocks = self._blocks()
-        if opened:
-            opened[:] = [block for _, block, _ in blocks if block in opened]
-        its = [each for each in blocks if each[1] in (opened or ())]
-        return ending(its or blocks, self.key, "enter a semaphore.permit() of its own for each block")[2]
+        permits = [each for each in self._held[:] if each._block in each._open_blocks()]
+        return [(each._flow.driver, each._block, each) for each in permits]
 
     # -- the operations, as steps
 
@@ -232,7 +221,7 @@ class BaseSemaphore(Operations):
         for permit, grant in zip(permits[1:], first._others, strict=True):
             _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
             first._others = first._others[1:]
-        self._add(permits, block=False)
+        self._add(permits)
         return True
 
     def _undo(self, permits: list[Any]) -> Steps[None]:
@@ -262,13 +251,17 @@ class BaseSemaphore(Operations):
         yield from entering.enter(permit, its)
         self._skipped = permit._skipped
         if not self._skipped:
-            self._add([permit], block=True)
+            permit._block = permit._blocks[-1]
+            self._add([permit])
 
     def _exit(self, opened: list[Block] | None) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
-        permit = self._ending(opened)
+        blocks = [each for each in self._blocks() if not opened or each[1] in opened]
+        _, block, permit = ending(blocks, self.key, "enter a semaphore.permit() of its own for each block")
+        if opened:
+            opened.remove(block)
         _ = self._drop(permit)
-        return leaving.leave_block(permit)
+        return leaving.leave_block(permit, block)
 
     def _in_use(self, until: float | None = None) -> Steps[list[str]]:
         """The keys of the slots that somebody holds; `until`: the local time by which to answer."""
@@ -300,11 +293,6 @@ class BaseSemaphore(Operations):
         plain._key, plain._skipped, plain._template = valid_shared_key(template.key(args, kwargs)), False, template
         made._plain, made._held = plain, []
         return made
-
-
-def _is_idle(thread: threading.Thread) -> bool:
-    """Whether the process may release a permit as it ends: the thread that ordered it is not at work any more."""
-    return thread is threading.main_thread() or not thread.is_alive()
 
 
 class SyncSemaphore(BaseSemaphore, Blocking):

@@ -260,9 +260,8 @@ class Watchdog(Watched):
         self._given_up = []
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
-            if hold.lease.loss is None and (
-                flow is None or flow is mine or flow.ended() or (flow.idle is not None and flow.idle())
-            ):
+            driver = None if flow is None else flow.driver()
+            if hold.lease.loss is None and (driver is None or driver is mine or driver.ended()):
                 _ = self.discard(hold)
                 ending.append(hold)
         if not (ending or self._withdraws or self._to_write):
