@@ -210,12 +210,10 @@ class MemoryStore(InMemory):
 
     def _is_idle(self, flow: Flow | None) -> bool:
         """Whether a flow releases nothing while this one waits."""
-        flows = self.process.flows
-        if flow is None or flow.ended() or flow is flows.current():
-            return True
-        if flow.idle is not None:  # of a permit, which any thread may release: the one that acquired it is asked
-            return bool(flow.who["thread"] == flows.current().who["thread"])
-        return flow.life() is flows.thread.life
+        flows, driver = self.process.flows, None if flow is None else flow.driver()
+        if driver is None:  # any thread may end the term of an object
+            return flow is None
+        return driver.ended() or driver is flows.current() or driver.life() is flows.thread.life
 
 
 class Notified(WaiterServices):  # by those that release

@@ -73,16 +73,16 @@ class Actor:
         return steps
 
     def run(self) -> Steps[None]:
-        while not (yield from self.driving(self.house.leader._turn, self.body)):
-            pass
+        while not self.house.leader._stopped:
+            yield from self.driving(self.house.leader._turn, self.body)
 
     def block(self) -> Steps[None]:
         leader = self.house.leader
         yield from self.driving(leader._enter, None)
-        [hold] = [hold for flow, _, hold in leader._blocks if flow is self.flow.ref]
+        [hold] = [hold for flow, _, hold in leader._withs if flow is self.flow.ref]
         error = (yield Call(self.body, (hold.tenure.fence,))).error
         self.cancel = None
-        yield from leader._leave(error, None)
+        yield from leader._exit(None)
         if error is not None:
             raise error
 
@@ -194,7 +194,7 @@ class House(World):
         patched.waiter_services = lambda _: WaiterServices()
         self.store = Store(self)
         self.leader = self.candidate()
-        self.candidacies: list[Candidacy] = []
+        self.candidacies: list[Candidacy] = [self.leader._candidacy]
         self.terms: list[Hold] = []
         self.actors = [Actor(self, letter, number) for number, letter in enumerate(does)]
         return self
@@ -227,7 +227,7 @@ class House(World):
         else:
             actor.happen("" if choice.what == "step" else choice.what)
         known = self.leader._candidacy
-        if known is not None and known not in self.candidacies:
+        if known not in self.candidacies:
             self.candidacies.append(known)
         self.terms += [each for each in self.runtime.watchdog._holds if each not in self.terms]
 
@@ -241,7 +241,7 @@ class House(World):
             assert not self.leader.is_leader
             assert list(self.leader._resign()) == []
             assert not self.leader._stopped, "stop() was the parent's"
-            assert self.leader._candidacy is None
+            assert self.leader._candidacy is not known["_candidacy"]
         finally:
             runtime.current = self.runtime
             vars(self.leader).update(known)
@@ -269,8 +269,7 @@ class House(World):
             (each.leads(), each.is_driven(), each.cancel.is_set, each.cancel.over, *_held(each))
             for each in self.candidacies
         )
-        latest = self.leader._candidacy
-        number = self.candidacies.index(latest) if latest is not None else -1
+        number = self.candidacies.index(self.leader._candidacy)
         owners = [each.tenure.owner for each in self.terms]
         whose = owners.index(self.owner()) if self.owner() in owners else self.owner()
         left = round(max((row["expires_at"] - self.time for row in self.rows.values()), default=0.0), 1)

@@ -63,6 +63,33 @@ def test_what_the_main_thread_holds_is_released_at_a_normal_exit(subject: Subjec
     assert alive(subject) == 0
 
 
+OF_OBJECTS = """
+import threading
+semaphore, leader = subject.api("db_semaphore", "s", 3, ttl=600), subject.api("db_leader", "l", ttl=600)
+assert semaphore.acquire() and leader.campaign()
+ended = threading.Thread(target=semaphore.acquire)
+ended.start()
+ended.join()
+
+def work():
+    assert semaphore.acquire()
+    begun.set()
+    threading.Event().wait()
+
+begun = threading.Event()
+threading.Thread(target=work, daemon=True).start()
+assert begun.wait(20)
+"""
+
+
+@pytest.mark.parametrize("subject", [FEW[1]], indirect=True, ids=str)
+def test_what_objects_hold_is_released_at_a_normal_exit(subject: Subject) -> None:
+    """A term, and permits, but for that of a thread which is still at work."""
+    process(subject, OF_OBJECTS)
+    assert alive(subject) == 1
+    assert subject.row("l")["owner"] is None
+
+
 @pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_process_that_ends_leaves_no_place_that_was_served(subject: Subject) -> None:
     """Where its row is deleted some time after the key was granted there: at the end, if that has not come yet."""

@@ -66,9 +66,6 @@ class Permits:
 
     permits: int
 
-    def met(self, slot: int) -> None:
-        """Nobody has another number of permits."""
-
 
 @dataclass(eq=False)
 class Member(Flow):

@@ -56,10 +56,6 @@ class Semaphore(Protocol):
         """Their number, for this caller."""
         ...
 
-    def met(self, slot: int, /) -> None:
-        """Called when somebody holds a slot that the semaphore does not have."""
-        ...
-
 
 def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]:
     """At most so many shares of a key, as `Shares.listed` answers them."""
@@ -329,10 +325,6 @@ class Sharing:
         key, mine = self.request.key, {grant.tenure.key for grant in got}
         rows = yield from self._listed(2 * semaphore.permits)
         known = {str(row[0]): row for row in rows}
-        for row in rows:
-            slot = slot_of(str(row[0]))
-            if slot is not None and slot >= semaphore.permits and row[3] > 0:
-                semaphore.met(slot)
         names = [slot_key(key, slot) for slot in range(semaphore.permits)]
         others = [known[name] for name in names if name in known and known[name][3] > 0 and name not in mine]
         for name in names:

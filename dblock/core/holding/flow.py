@@ -51,7 +51,6 @@ class Flow:
         "began",
         "driver",
         "holds",
-        "idle",
         "life",
         "name",
         "ref",
@@ -70,10 +69,8 @@ class Flow:
         self.life = weakref.ref(life)
         """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
-        self.driver: Flow | None = None
-        """For the flow of an object: the flow that works under its holds, if one does."""
-        self.idle: Callable[[], bool] | None = None
-        """For the flow of an object: whether no code works under its holds, so that the process may release them."""
+        self.driver: Callable[[], Flow | None] = self.ref
+        """A reference to the flow that works under its holds: to itself, but for the flow of an object."""
         self.began: Token[None] | None = None
         """Identifies its context, unless it is a task."""
         self.before: Flow | None = None
@@ -81,9 +78,9 @@ class Flow:
 
     @property
     def task(self) -> Any:
-        """The asyncio task of the flow, or of its driver, if it has one that is alive."""
-        flow = self.driver or self
-        return flow.life() if flow._is_task else None
+        """The asyncio task of its driver, if that is a task that is alive."""
+        driver = self.driver()
+        return driver.life() if driver is not None and driver._is_task else None
 
     def ended(self) -> bool:
         """Whether no code is left that could release what it holds.
@@ -107,6 +104,10 @@ def is_over(flow: Callable[[], Flow | None]) -> bool:
     """Whether the flow that a reference names has ended."""
     found = flow()
     return found is None or found.ended()
+
+
+def nobody() -> None:
+    """Stands for a reference to a flow where there is none."""
 
 
 class _Life:
@@ -166,10 +167,10 @@ class Flows:
             flow = self._tasks[task] = self._new(f"task {task.get_name()}", task, is_task=True)
         return flow
 
-    def of_object(self, name: str, owner: object, idle: Callable[[], bool]) -> Flow:
-        """The flow of an object, for all threads; it ends with the object."""
+    def of_object(self, name: str, owner: object, driver: Callable[[], Flow | None] = nobody) -> Flow:
+        """The flow of an object, for all threads; it ends with the object. `driver`: the flow that works under it."""
         flow = self._new(name, owner)
-        flow.idle = idle
+        flow.driver = driver
         return flow
 
     def _begin(self, life: _Life) -> Flow:

@@ -13,13 +13,11 @@ candidacy is left.
 from __future__ import annotations
 
 import copy
-import os
-import weakref
 from typing import TypeVar
 
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockLost
-from dblock.core.holding.flow import Block, Hold
+from dblock.core.holding.flow import Block, is_over, nobody
 from dblock.core.lock import leaving
 from dblock.core.lock.base import BaseLock
 from dblock.core.log import warn
@@ -30,31 +28,27 @@ T = TypeVar("T")
 
 
 class Candidacy:
-    """A candidacy of the running flow, which is its driver."""
+    """A candidacy that nobody drives yet."""
 
     def __init__(self, lock: BaseLock) -> None:
         """It takes a copy of `lock`."""
-        this = weakref.ref(self)  # so that the lease of a leader object that was dropped is renewed no more
         self.lock = copy.copy(lock)
-        self.flow = self.lock._flow = runtime.current.flows.of_object(
-            f"leader {lock.key}", self, lambda: (it := this()) is None or not it.is_driven()
-        )
-        self.flow.driver = current_flow()
+        self.flow = self.lock._flow = runtime.current.flows.of_object(f"leader {lock.key}", self)
         self.cancel = Cancel()
         """Withdraws it before it is elected, which is then `over`; set once nobody may believe in its term."""
 
     def leads(self) -> bool:
         """Whether its term may be believed in."""
-        return not self.cancel.is_set and self._is_open() and self.lock.remaining > 0
+        hold = self.lock._hold_here()
+        return hold is not None and not self.cancel.is_set and self._is_open() and hold.lease.remaining() > 0
 
     def is_driven(self, *, elsewhere: bool = False) -> bool:
         """Whether its driver has yet to end it, and can: its thread lives, or its task on an open event loop.
 
         `elsewhere`: and it is another flow than the one that runs.
         """
-        driver = self.flow.driver
-        alive = driver is not None and not driver.ended() and self._is_open()
-        return alive and not (elsewhere and driver is current_flow())
+        driven = not is_over(self.flow.driver) and self._is_open()
+        return driven and not (elsewhere and self.flow.driver() is current_flow())
 
     def _is_open(self) -> bool:
         """Whether the `with` that holds the key has not ended, whatever has interrupted that."""
@@ -64,8 +58,12 @@ class Candidacy:
     # -- steps
 
     def drive(self, steps: Steps[T]) -> Steps[T | None]:
-        """The steps of its driver; None if it was withdrawn. Unless they succeed nothing of it is left."""
-        succeeded = False
+        """The steps of its driver, which is the flow that runs; None if it was withdrawn.
+
+        Unless they succeed nothing of it is left.
+        """
+        driver, succeeded = current_flow(), False
+        self.flow.driver = lambda: driver  # it is kept: its context may be gone before its body has ended
         try:
             result = yield from undone(lambda: steps, self.finish)
             succeeded = True
@@ -74,42 +72,29 @@ class Candidacy:
         finally:  # also of steps that are closed, as nothing drives them
             if not succeeded or self.lock._hold_here() is None:
                 self._disbelieve()
-                self.flow.driver = None
+                self.flow.driver = nobody
         return result
 
-    def finish(self, failed: BaseException | None = None) -> Steps[None]:
-        """End the term; if that fails, a note on the driver's exception says so, or the log."""
+    def finish(self) -> Steps[None]:
+        """End the term; if that fails, the log says so."""
         try:
             yield from self.end()
         except LockError as late:
-            if failed is not None:
-                failed.add_note(str(late))
-            elif not isinstance(late, LockLost):  # which has been logged
+            if not isinstance(late, LockLost):  # which has been logged
                 warn("could not end a term, which ends with its lease: %s", late)
 
-    def end(self, *, again: bool = False) -> Steps[None]:
+    def end(self) -> Steps[None]:
         """End the term: release the key, unless another flow does. Raises LockLost if the term was over.
 
-        After another LockError the lease is renewed no more; with `again` such a release is sent once more.
+        After another LockError the key is free once the lease has ended.
         """
-        self._disbelieve()
         try:
-            for resource, hold in list(self.flow.holds.items()):  # its only one
-                due = hold.entries or (again and hold.lease.remaining() > 0)
-                mine = hold.who["pid"] == os.getpid()  # a body may have forked
-                if due and mine and self.flow.holds.pop(resource, None) is not None:  # one flow gets it
-                    yield from self._release(hold)
+            self._disbelieve()
+            if (hold := self.lock._hold_here()) is not None and self.flow.holds.pop((hold.store, hold.key), None):
+                # One flow gets it.
+                yield from leaving.leave_entry(self.lock, Block(hold.entries[0], hold))
         finally:
-            self.flow.driver = None
-
-    def _release(self, hold: Hold) -> Steps[None]:
-        entries, released = hold.entries, False
-        try:
-            yield from leaving.leave_entry(self.lock, Block(entries[0], hold)) if entries else leaving.leave_again(hold)
-            released = True
-        finally:
-            if not released:
-                self.flow.holds[hold.store, hold.key] = hold
+            self.flow.driver = nobody
 
     def _disbelieve(self) -> None:
         """Nobody believes in the term, nor relies on its lease."""

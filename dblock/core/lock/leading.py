@@ -18,7 +18,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from dblock.core import runtime, timing
@@ -32,13 +31,13 @@ from dblock.core.errors import (
     Reason,
     SynchronousOnlyOperation,
 )
-from dblock.core.holding.flow import Hold
+from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.blocks import Loaded, block_begin, block_end
+from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy
-from dblock.core.lock.locks import gives_way, of_the_end, refuse_interrupt, refuses, was_ours
+from dblock.core.lock.locks import Awaiting, Blocking, Operations, refuse_interrupt, refuses, was_ours
 from dblock.core.lock.refusals import timed_out
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
@@ -92,8 +91,11 @@ def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock,
         _ = handler(leader, *given)
 
 
-class BaseLeader:
+class BaseLeader(Operations):
     """A candidate for the leadership of a name, apart from how its statements are run."""
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+        __call__ = refuses("a leader decorates by its method: @leader.run")
 
     def __init__(self, make_lock: Callable[..., BaseLock], name: str, **options: Unpack[Options]) -> None:
         """`make_lock(name, **options)` makes a lock of the face."""
@@ -111,18 +113,19 @@ class BaseLeader:
         self._lock = make_lock(name, release="now", slow_wait=None, **given)
         """Whose copies the candidacies take; it is never held itself."""
         self._lock._stands_by = True
-        self._blocks: list[_Block] = []
-        """The blocks without an end of their own, as an ExitStack begins them."""
+        self.options, self._drive, self._adrive = self._lock.options, self._lock._drive, self._lock._adrive
+        self._withs: list[_Block] = []
+        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
         self._runtime: Any = None
         """That of the process; a forked child has another."""
         _ = self._latest()
 
-    def _latest(self) -> Candidacy | None:
+    def _latest(self) -> Candidacy:
         """The latest candidacy; in a forked child the object begins anew, as that and the term are the parent's."""
         if self._runtime is not runtime.current:
             self._guard = threading.RLock()  # a signal handler may resign
             self._stopped = False
-            self._candidacy: Candidacy | None = None
+            self._candidacy = Candidacy(self._lock)
             self._runtime = runtime.current
         return self._candidacy
 
@@ -136,19 +139,19 @@ class BaseLeader:
     @property
     def is_leader(self) -> bool:
         """Whether this object surely leads at this moment, by the local clock alone; no I/O."""
-        return self._leading() is not None
+        return self._latest().leads()
 
     @property
     def term(self) -> int | None:
         """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
-        lock = self._leading()
-        return None if lock is None else lock.fence
+        candidacy = self._latest()
+        return candidacy.lock.fence if candidacy.leads() else None
 
     @property
     def remaining(self) -> float:
         """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
-        lock = self._leading()
-        return 0.0 if lock is None else lock.remaining
+        candidacy = self._latest()
+        return candidacy.lock.remaining if candidacy.leads() else 0.0
 
     def check(self) -> None:
         """Raise LockLost unless this object surely leads, LockRevoked if it was asked to resign; no I/O."""
@@ -157,14 +160,13 @@ class BaseLeader:
     def _elected(self) -> Any:
         """The lock of the term; raises LockLost without one, or if it was resigned."""
         candidacy = self._latest()
-        if candidacy is None or candidacy.cancel.is_set or candidacy.lock._hold_here() is None:
-            why = "it was not elected, or has resigned"
-            raise LockLost(f"this object does not lead {self.name!r}: {why}", key=self.name)
+        if candidacy.cancel.is_set or candidacy.lock._hold_here() is None:
+            raise LockLost(f"this object does not lead {self.name!r}: it was not elected, or resigned", key=self.name)
         return candidacy.lock
 
-    def _leading(self) -> BaseLock | None:
-        candidacy = self._latest()
-        return candidacy.lock if candidacy is not None and candidacy.leads() else None
+    def _holds(self) -> list[Hold]:
+        """The hold of the term, if there is one."""
+        return self._latest().lock._holds()
 
     def __repr__(self) -> str:
         does = f"leads, term {self.term}" if self.is_leader else "does not lead"
@@ -177,35 +179,27 @@ class BaseLeader:
         candidacy = Candidacy(self._lock)
         return candidacy.drive(steps(candidacy, *arguments)), candidacy.cancel
 
-    def _begin(self, candidacy: Candidacy) -> Steps[None]:
-        """Become a candidate; a key whose release has failed is released before."""
+    def _begin(self, candidacy: Candidacy) -> None:
+        """Become a candidate, unless this object is one, or leads."""
         _ = self._latest()
         with self._guard:
-            if (former := self._candidacy) is not None:
-                self._refuse_beside(former)
+            former = self._candidacy
+            if former.is_driven() or former.leads():
+                does = "has not yet released" if former.cancel.over else "is already a candidate for"
+                does = "already leads" if former.leads() else does
+                raise LockError(f"this object {does} {self.name!r}: make a db_leader() for each candidate")
             self._candidacy = candidacy
         if self._stopped:  # read last: stop() says so first, and then ends what it finds
             raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
-        if former is not None:
-            with contextlib.suppress(LockLost):
-                yield from former.end(again=True)
-
-    def _refuse_beside(self, former: Candidacy) -> None:
-        leads, driven = former.leads(), former.is_driven()
-        if driven and former.cancel.over and not leads:
-            raise LockError(f"the body of the last term has not yet released {self.name!r}: wait for its end")
-        if driven or leads:
-            does = "leads" if leads else "is a candidate for"
-            raise LockError(f"this object {does} {self.name!r} already: make a db_leader() for each candidate")
 
     def _elect(
         self, candidacy: Candidacy, timeout: float | None, end: Callable[[], object] | None = None
-    ) -> Steps[Hold | Refused]:
-        """The hold of the term, once `on_elected` was called; the refusal if the time was up. Raises Cancelled."""
-        yield from self._begin(candidacy)
+    ) -> Steps[Hold]:
+        """The hold of the term, once `on_elected` was called. Raises LockTimeout, or Cancelled."""
+        self._begin(candidacy)
         hold = yield from entering.acquire(candidacy.lock, timeout, "with", end=end)
         if isinstance(hold, Refused):
-            return hold
+            raise (yield from timed_out(candidacy.lock, hold)) from hold.busy
         candidacy.cancel.over = True
         if (task := candidacy.flow.task) is not None:
             hold.cancelling = task.cancelling()
@@ -221,7 +215,7 @@ class BaseLeader:
         if was_ours(hold, error) or (error is not None and _is_deposition(error, candidacy)):
             candidacy.cancel.set()
         elif error is not None:
-            yield from candidacy.finish(error)
+            yield from candidacy.finish()
             try:
                 raise error
             finally:
@@ -231,41 +225,34 @@ class BaseLeader:
 
     def _campaign(self, candidacy: Candidacy, timeout: float | None) -> Steps[bool]:
         try:
-            found = yield from self._elect(candidacy, timeout)
-        except LockTimeout:  # waiting would have been pointless
+            _ = yield from self._elect(candidacy, timeout)
+        except LockTimeout:  # or waiting would have been pointless
             if timeout is None:
                 raise
             return False
-        candidacy.flow.driver = None
-        return isinstance(found, Hold)
+        candidacy.flow.driver = nobody
+        return True
 
-    def _resign(self, *, for_good: bool = False) -> Steps[None]:
-        """End the term that this object has now, or withdraw its candidacy."""
-        _ = self._latest()
+    def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
+        """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
+        task = self._latest().flow.task
+        if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
+            raise SynchronousOnlyOperation(
+                "this would wait for a task of the running event loop: await aresign(), astop()"
+            )
         if for_good:
             self._stopped = True
         candidacy = self._candidacy
-        if candidacy is None:
-            return
-        if not candidacy.cancel.over or candidacy.is_driven(elsewhere=True):
+        if candidacy.is_driven():
             candidacy.cancel.set()  # from here on its driver ends it, also if this is interrupted
             if not candidacy.cancel.over:
                 return
-            if (hold := candidacy.lock._hold_here()) is not None:
+            for hold in candidacy.lock._holds():
                 candidacy.lock._interrupt_body(hold)
         while candidacy.is_driven(elsewhere=True):
             yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
-            yield from candidacy.end(again=True)
-
-    def _refuse_to_wait(self) -> None:
-        """Raise SynchronousOnlyOperation where a resignation would block the event loop of the body."""
-        candidacy = self._latest()
-        task = None if candidacy is None else candidacy.flow.task
-        if task is not None and task.get_loop() is asyncio._get_running_loop():
-            raise SynchronousOnlyOperation(
-                "this would wait for a task of the running event loop: await aresign(), astop()"
-            )
+            yield from candidacy.end()
 
     def _who_leads(self) -> Steps[LockInfo | None]:
         info = yield from operations.inspect(self._lock)
@@ -281,54 +268,43 @@ class BaseLeader:
             if known is None or term.number != known.number:
                 return term
 
-    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[bool]:
-        """A turn of `run`: campaign, lead by calling the body, and resign; True if it was stopped.
+    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[None]:
+        """A turn of `run`: campaign, lead by calling the body, and resign.
 
         A database that fails is asked again in the next turn.
         """
         try:
-            hold: Any = yield from self._elect(candidacy, None)
+            hold = yield from self._elect(candidacy, None)
         except LockStoreError as away:
             warn("cannot campaign for %r, and will try again: %s", self.name, away)
             yield from wait(self._lock._place.store(), timing.DEFAULT.attention, Wakeup())
-            return False
         except LockError:
-            if self._stopped:
-                return True
-            raise
-        yield from self._lead(candidacy, hold, body, hold.tenure.fence)
-        yield from candidacy.finish()
-        return False
+            if not self._stopped:
+                raise
+        else:
+            yield from self._lead(candidacy, hold, body, hold.tenure.fence)
+            yield from candidacy.finish()
 
     def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
         """Begin the block of a `with`, which has loaded `its`."""
         try:
-            found = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
+            hold = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
         except Cancelled:
             raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
-        if isinstance(found, Refused):
-            raise (yield from timed_out(candidacy.lock, found)) from found.busy
-        (self._blocks if its is None else its.opened).append((current_flow().ref, candidacy, found))
+        (self._withs if its is None else its.opened).append((current_flow().ref, candidacy, hold))
 
-    def _leave(self, error: BaseException | None, opened: list[_Block] | None) -> Steps[None]:
-        """End the block of a `with`; `error` is the body's, `opened`: the blocks of its end."""
-        blocks = opened or self._blocks
+    def _exit(self, opened: list[_Block] | None) -> Steps[None]:
+        """End the block of a `with`; `opened`: the blocks of its end."""
+        blocks = opened or self._withs
         block = innermost(blocks, [self.name], "make a db_leader() for each block")
         blocks.remove(block)
         _, candidacy, hold = block
-        ours = was_ours(hold, error)  # its cancellation is not that of the release
-        try:
-            yield from candidacy.drive(candidacy.end())
-        except LockError as late:
-            if ours:
-                raise of_the_end(late) from error
-            if not gives_way(late, error):
-                raise
-        if ours:
-            raise LockError(f"the term of {self.name!r} was ended by resign()") from error
+        yield from candidacy.drive(candidacy.end())
+        if hold.interrupted:
+            raise LockError(f"the term of {self.name!r} was ended by resign()")
 
 
-class SyncLeader(BaseLeader):
+class SyncLeader(BaseLeader, Blocking):
     """A candidate whose methods block the calling thread."""
 
     def campaign(self, timeout: Seconds | None = None) -> bool:
@@ -339,21 +315,19 @@ class SyncLeader(BaseLeader):
 
         Raises LockStoreError if the database fails, LockError if this object leads or is a candidate already.
         """
-        return bool(self._lock._drive(*self._driving(self._campaign, valid_timeout(timeout))))
+        return bool(self._drive(*self._driving(self._campaign, valid_timeout(timeout))))
 
     def resign(self) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens.
 
         `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
-        released then. Raises LockStoreError if the database fails: call it again, or the lease ends by itself.
+        released then. Raises LockStoreError if the database fails: the key is free once the lease has ended.
         """
-        self._refuse_to_wait()
-        self._lock._drive(self._resign())
+        self._drive(self._resign(in_thread=True))
 
     def stop(self) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._refuse_to_wait()
-        self._lock._drive(self._resign(for_good=True))
+        self._drive(self._resign(in_thread=True, for_good=True))
 
     def leader(self) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""
@@ -366,7 +340,7 @@ class SyncLeader(BaseLeader):
         """
         known: Term | None = None
         while True:
-            known = term = self._lock._drive(self._next_term(known, every))
+            known = term = self._drive(self._next_term(known, every))
             yield term
 
     def run(self, body: Callable[[int], None]) -> Callable[[], None]:
@@ -375,39 +349,27 @@ class SyncLeader(BaseLeader):
         It returns after `stop()`, and raises what `body` raises, after the term has ended. A body whose `check()` says
         that it was deposed is left for the next campaign, and a database that fails is asked again.
         """
-        _check_body(body, "is a coroutine function: let the leader of an async engine run it", awaits=False)
+        if inspect.iscoroutinefunction(body):
+            raise TypeError(f"{body!r} is a coroutine function: let the leader of an async engine run it")
 
         @functools.wraps(body)
         def lead() -> None:
-            if self._lock.options.interrupt:
+            if self.options.interrupt:
                 refuse_interrupt()
-            while not self._lock._drive(*self._driving(self._turn, body)):
-                pass
+            while not self._stopped:
+                self._drive(*self._driving(self._turn, body))
 
         return lead
 
     @block_begin
     def __enter__(self, its: Loaded | None = None) -> Self:
-        if self._lock.options.interrupt:
+        if self.options.interrupt:
             refuse_interrupt()
-        self._lock._drive(*self._driving(self._enter, its))
+        self._drive(*self._driving(self._enter, its))
         return self
 
-    @block_end
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[_Block] | None = None,
-    ) -> None:
-        self._lock._drive(self._leave(error, opened))
 
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses("this leader blocks its thread: use `with`, or the leader of an AsyncEngine")
-
-
-class AsyncLeader(BaseLeader):
+class AsyncLeader(BaseLeader, Awaiting):
     """A candidate whose methods are coroutines; see SyncLeader for what each does.
 
     `self` may be any leader, so that a synchronous one can use these methods as its asynchronous twins.
@@ -415,15 +377,15 @@ class AsyncLeader(BaseLeader):
 
     async def campaign(self: BaseLeader, timeout: Seconds | None = None) -> bool:
         """Wait until this object leads; False if the time was up, or if the candidacy was withdrawn."""
-        return bool(await self._lock._adrive(*self._driving(self._campaign, valid_timeout(timeout))))
+        return bool(await self._adrive(*self._driving(self._campaign, valid_timeout(timeout))))
 
     async def resign(self: BaseLeader) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens."""
-        await self._lock._adrive(self._resign())
+        await self._adrive(self._resign())
 
     async def stop(self: BaseLeader) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        await self._lock._adrive(self._resign(for_good=True))
+        await self._adrive(self._resign(for_good=True))
 
     async def leader(self: BaseLeader) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""
@@ -433,48 +395,27 @@ class AsyncLeader(BaseLeader):
         """Yield the present `Term`, then each change of it, also that nobody leads; without end."""
         known: Term | None = None
         while True:
-            known = term = await self._lock._adrive(self._next_term(known, every))
+            known = term = await self._adrive(self._next_term(known, every))
             yield term
 
     def run(
         self: BaseLeader, body: Callable[[int], Coroutine[Any, Any, None]]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Decorate `async def body(term)`: see SyncLeader.run. The result is a coroutine function."""
-        _check_body(body, "is not a coroutine function: let the leader of a sync engine run it", awaits=True)
+        if not inspect.iscoroutinefunction(body):
+            raise TypeError(f"{body!r} is not a coroutine function: let the leader of a sync engine run it")
 
         @functools.wraps(body)
         async def lead() -> None:
-            while not await self._lock._adrive(*self._driving(self._turn, body)):
-                pass
+            while not self._stopped:
+                await self._adrive(*self._driving(self._turn, body))
 
         return lead
 
     @block_begin
     async def __aenter__(self: L, its: Loaded | None = None) -> L:  # noqa: PYI019 - any leader may use it
-        await self._lock._adrive(*self._driving(self._enter, its))
+        await self._adrive(*self._driving(self._enter, its))
         return self
-
-    @block_end
-    async def __aexit__(
-        self: BaseLeader,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[_Block] | None = None,
-    ) -> None:
-        await self._lock._adrive(self._leave(error, opened), undisturbed=True)
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __enter__ = __exit__ = refuses("this is the leader of an event loop: use `async with`")
-
-
-def _check_body(body: Body, otherwise: str, *, awaits: bool) -> None:
-    if inspect.iscoroutinefunction(body) is not awaits:
-        raise TypeError(f"{body!r} {otherwise}")
-    try:
-        _ = inspect.signature(body).bind(1)
-    except TypeError as error:
-        raise TypeError(f"leader.run decorates a function of the term, `def body(term)`: {body!r}: {error}") from None
 
 
 def _is_deposition(error: BaseException, candidacy: Candidacy) -> bool:

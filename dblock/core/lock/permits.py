@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +30,6 @@ from dblock.core.lock.bookkeeping import ending
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.leaving_several import release_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
-from dblock.core.log import warn
 from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
@@ -47,15 +45,15 @@ class IsPermit(BaseLock):
 
     _kind = KeyKind.SEMAPHORE
     _semaphore: BaseSemaphore
+    _flow: Any = None
+    """Its own, whose driver is the flow that took it last, or takes it now."""
     _wanted = 1
     """How many permits are acquired at a time, of which it is the first."""
     _others: Sequence[Grant] = ()
     """The tenures of the others, until their permits have them."""
-    _taken_by: Callable[[], Flow | None] | None = None
-    """A reference to the flow that took it last, or takes it now."""
     _is_being_taken = False
-    _of_block = False
-    """Whether the semaphore acquired it for a `with` of its own."""
+    _block: Block | None = None
+    """The `with` of the semaphore that it was acquired for; None if it was for acquire(), or for its caller."""
 
     @property
     def slot(self) -> int | Any:
@@ -86,7 +84,7 @@ class IsPermit(BaseLock):
 
     def _refuse_to_share(self) -> None:
         """Raise LockError where another thread or task has it: both would be inside by one permit."""
-        if self._taken_by is not None and self._taken_by() not in {None, current_flow()}:
+        if self._flow.driver() not in {None, current_flow()}:
             raise LockError(
                 f"this permit of {self._key!r} is another thread's or task's: make a semaphore.permit() for each block",
                 key=self._key,
@@ -95,7 +93,7 @@ class IsPermit(BaseLock):
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
         if self._is_being_taken:
             self._refuse_to_share()
-        self._taken_by, self._is_being_taken = current_flow().ref, True
+        self._flow.driver, self._is_being_taken = current_flow().ref, True
         try:
             found = yield from Sharing(attempt).acquire(self._semaphore, self._wanted)
         finally:
@@ -133,8 +131,6 @@ class BaseSemaphore(Operations):
         self._drive, self._adrive = self._plain._drive, self._plain._adrive
         self._held: list[Any] = []
         """The permits of this object, the oldest first. The flow that has removed one from it releases it."""
-        self._met: set[str] = set()
-        """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 
     # -- what is known without I/O
 
@@ -160,33 +156,20 @@ class BaseSemaphore(Operations):
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
-        permit, name = copy.copy(self._plain), current_flow().who["thread"]
+        permit, flow = copy.copy(self._plain), current_flow()
         permit._semaphore = self
-        permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
+        permit._flow = runtime.current.flows.of_object(flow.who["thread"], permit, flow.ref)
         return permit
-
-    def met(self, slot: int) -> None:
-        """Log, once, that somebody has a slot that this semaphore does not have."""
-        if self.key not in self._met:
-            self._met.add(self.key)
-            warn(
-                "%r has %d permits here, and somebody holds number %d: another program gives it more",
-                self.key,
-                self._permits,
-                slot,
-            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.key!r}: {len(self.held)} of {self._permits} permits held here>"
 
     # -- the permits of this object
 
-    def _add(self, permits: list[Any], *, block: bool) -> None:
-        """Own permits from now on; those that are gone are forgotten. `block`: they are of a `with`."""
+    def _add(self, permits: list[Any]) -> None:
+        """Own permits from now on; those that are gone are forgotten."""
         for gone in [each for each in self._held[:] if not each._open_blocks() and each._hold_here() is None]:
             _ = self._drop(gone)
-        for permit in permits:
-            permit._taken_by, permit._of_block = current_flow().ref, block
         self._held += permits
 
     def _drop(self, permit: Any) -> bool:
@@ -200,8 +183,8 @@ class BaseSemaphore(Operations):
     def _chosen(self, n: int) -> list[Any]:
         """The permits that are to be released, last first; those of this flow before others."""
         flow, chosen = current_flow().ref, list[Any]()
-        mine = [each for each in self.held if not each._of_block]
-        mine.sort(key=lambda permit: permit._taken_by is flow)  # stable: those of this flow last
+        mine = [each for each in self.held if each._block is None]
+        mine.sort(key=lambda permit: permit._flow.driver is flow)  # stable: those of this flow last
         for permit in mine[::-1] if n <= len(mine) else ():
             if len(chosen) < n and self._drop(permit):  # else another thread releases it at this moment
                 chosen.append(permit)
@@ -215,16 +198,8 @@ class BaseSemaphore(Operations):
 
     def _blocks(self) -> list[tuple[Callable[[], Flow | None], Block, Any]]:
         """The open `with`s and their permits, each behind a reference to the flow that began it."""
-        found = [(permit, permit._open_blocks()) for permit in self._held[:] if permit._of_block]
-        return [(permit._taken_by, blocks[0], permit) for permit, blocks in found if blocks]
-
-    def _ending(self, opened: list[Block] | None) -> Any:
-        """The permit of the `with` that ends; `opened`: those of its end."""
-        blocks = self._blocks()
-        if opened:
-            opened[:] = [block for _, block, _ in blocks if block in opened]
-        its = [each for each in blocks if each[1] in (opened or ())]
-        return ending(its or blocks, self.key, "enter a semaphore.permit() of its own for each block")[2]
+        permits = [each for each in self._held[:] if each._block in each._open_blocks()]
+        return [(each._flow.driver, each._block, each) for each in permits]
 
     # -- the operations, as steps
 
@@ -246,7 +221,7 @@ class BaseSemaphore(Operations):
         for permit, grant in zip(permits[1:], first._others, strict=True):
             _ = yield from entering.acquire(permit, timeout, "with", permit._flow, granted=grant)
             first._others = first._others[1:]
-        self._add(permits, block=False)
+        self._add(permits)
         return True
 
     def _undo(self, permits: list[Any]) -> Steps[None]:
@@ -276,13 +251,17 @@ class BaseSemaphore(Operations):
         yield from entering.enter(permit, its)
         self._skipped = permit._skipped
         if not self._skipped:
-            self._add([permit], block=True)
+            permit._block = permit._blocks[-1]
+            self._add([permit])
 
     def _exit(self, opened: list[Block] | None) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
-        permit = self._ending(opened)
+        blocks = [each for each in self._blocks() if not opened or each[1] in opened]
+        _, block, permit = ending(blocks, self.key, "enter a semaphore.permit() of its own for each block")
+        if opened:
+            opened.remove(block)
         _ = self._drop(permit)
-        return leaving.leave_block(permit)
+        return leaving.leave_block(permit, block)
 
     def _in_use(self, until: float | None = None) -> Steps[list[str]]:
         """The keys of the slots that somebody holds; `until`: the local time by which to answer."""
@@ -314,11 +293,6 @@ class BaseSemaphore(Operations):
         plain._key, plain._skipped, plain._template = valid_shared_key(template.key(args, kwargs)), False, template
         made._plain, made._held = plain, []
         return made
-
-
-def _is_idle(thread: threading.Thread) -> bool:
-    """Whether the process may release a permit as it ends: the thread that ordered it is not at work any more."""
-    return thread is threading.main_thread() or not thread.is_alive()
 
 
 class SyncSemaphore(BaseSemaphore, Blocking):

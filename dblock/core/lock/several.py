@@ -127,24 +127,18 @@ class BaseLocks(Operations):
 
     # -- the operations, as steps
 
-    def _acquire(self, timeout: float | None) -> Steps[None]:
-        return self._take(timeout, _acquire)
-
     def _enter(self, its: Loaded | None) -> Steps[None]:
         """Begin a `with`, which has loaded `its`."""
         end, blocks = (its.end, its.opened) if its else (None, self._withs)
-        steps = self._take(self._timeout, lambda lock, left: entering.enter_block(lock, left, end), blocks)
+        steps = self._acquire(self._timeout, blocks, end)
         return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
-    def _take(
-        self,
-        timeout: float | None,
-        take: Callable[[Any, float | None], Steps[None]],
-        blocks: list[Opened] | None = None,
+    def _acquire(
+        self, timeout: float | None, blocks: list[Opened] | None = None, end: Callable[[], object] | None = None
     ) -> Steps[None]:
         """Take them all, or none; raises LockTimeout if one of them was not free in time.
 
-        `take` takes one, in the time that is left; `blocks`: where a `with` is kept that begins by that.
+        `blocks`: where the `with` is kept that begins by that, if one does; `end`: a reference to its end.
         """
         deadline = None if timeout is None else clock.now() + timeout
         locks, store = self._in_order(), None
@@ -153,8 +147,11 @@ class BaseLocks(Operations):
         def take_each() -> Steps[None]:
             nonlocal store
             for lock in locks:
-                store = lock._place.store()
-                yield from take(lock, None if deadline is None else max(deadline - clock.now(), 0.0))
+                store, left = lock._place.store(), None if deadline is None else max(deadline - clock.now(), 0.0)
+                if blocks is not None:
+                    yield from entering.enter_block(lock, left, end)
+                elif isinstance((yield from entering.acquire(lock, left)), Refused):
+                    raise LockTimeout(key=lock.key)
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
                 hold = lock._surely_held()
                 if len(hold.entries) == 1:
@@ -219,11 +216,6 @@ class BaseLocks(Operations):
         made = type(self)(members, self._timeout)
         made.options, made._skipped, made._template = self.options, False, templates[0]
         return made
-
-
-def _acquire(lock: BaseLock, timeout: float | None) -> Steps[None]:
-    if isinstance((yield from entering.acquire(lock, timeout)), Refused):
-        raise LockTimeout(key=lock.key)
 
 
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:

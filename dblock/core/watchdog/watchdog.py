@@ -327,9 +327,8 @@ class Watchdog(Worker):
         mine, holds, ended = self._flows.current(), list[Hold](), threading.Event()
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
-            if hold.lease.loss is None and (
-                flow is None or flow is mine or flow.ended() or (flow.idle is not None and flow.idle())
-            ):
+            driver = None if flow is None else flow.driver()
+            if hold.lease.loss is None and (driver is None or driver is mine or driver.ended()):
                 _ = self.discard(hold)
                 holds.append(hold)
         if not (holds or self._unfinished):
