@@ -171,7 +171,7 @@ class ProcessServices(WaiterServices):
     def leave(self, owner: str, *, served: bool = False) -> None:
         """See WaiterServices."""
         self._watchdog.leave(self._store, self._loop, owner)
-        if served and not self._store.database.dialect.queue.grant_leaves:
+        if served and not self._store.database.dialect.grant_leaves:
             _ = self.withdraw("", owner)
 
     def withdraw(self, key: str, owner: str) -> bool:
@@ -187,7 +187,7 @@ class ProcessServices(WaiterServices):
 
     def listen(self) -> None:
         """See WaiterServices."""
-        if not self._store.renewable or self._store.database.dialect.queue.call is None:
+        if not self._store.renewable or self._store.database.dialect.call is None:
             return
         if self._listener is None:
             made = Listener(self._store, self.runtime.wakeups, self.runtime.sockets().channel)

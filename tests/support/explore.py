@@ -34,7 +34,8 @@ from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, Statement
+from dblock.core.statements.base import Statement
+from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -565,7 +566,7 @@ def _in_order(flats: list[list[Any]]) -> list[list[Any]]:
 
 
 _GONE: dict[str, Any] = {"ticket": 0}
-_CONSTANT = {House, Flow, World, Small, Site, Database, Dialect, Timing, ModuleType, FunctionType, MethodType, type}
+_CONSTANT = {House, Flow, World, Small, Site, Database, Timing, ModuleType, FunctionType, MethodType, type}
 _ASIDE = {
     *("_now", "_timing", "_queues", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
     *(
@@ -589,7 +590,7 @@ _ASIDE = {
 @cache
 def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
     """How values of this kind are written down."""
-    if kind in _CONSTANT or issubclass(kind, BaseException):
+    if kind in _CONSTANT or issubclass(kind, (BaseException, Dialect)):
         return _Canon._add_class
     for kinds, adder in (
         ((Statement, Enum), _Canon._add_name),

@@ -189,7 +189,7 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
     database = site.database
     until = database.now() + database.timing.retry_budget
     deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], database.timing.retry_budget)
-    if deleted == len(places) and database.dialect.queue.grant_leaves:
+    if deleted == len(places) and database.dialect.grant_leaves:
         return
     # The server may still be executing a grant at first.
     for pause in (0.0, 3 * database.timing.settle) if deleted < len(places) else (0.0,):
@@ -226,7 +226,7 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
         "handovers_left": max(MOST_LOCAL - held.local_handovers, 0),
         "covers": int(request.starts_on_place_lease),
     }
-    statement, sent = database.dialect.queue.hand_over_local, database.now()
+    statement, sent = database.dialect.hand_over_local, database.now()
     try:
         sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:

@@ -34,7 +34,7 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
         if answer is None:
             until = site.database.now() + site.database.timing.handover_retry
             _, answer = yield from send(
-                site.database, site.database.dialect.shares.awaited, {"door": door}, until, resend=True
+                site.database, site.database.dialect.awaited, {"door": door}, until, resend=True
             )
         if answer and answer[0][0] is not None:
             channel, fence = answer[0]
@@ -54,15 +54,15 @@ def leave_share(site: Site, held: Grant, until: float | None = None) -> Steps[bo
 
     A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
     """
-    database, shares = site.database, site.database.dialect.shares
+    database, dialect = site.database, site.database.dialect
     kept = held.guarded or slot_of(held.tenure.key) is not None
     parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": key_of_share(held.tenure.key)}
     until = database.now() + database.timing.retry_budget if until is None else until
-    statement = shares.leave_slot if kept else shares.leave_read
+    statement = dialect.leave_slot if kept else dialect.leave_read
     rows, again = yield from send_twice(database, statement, parameters, until)
     if (slot := slot_of(held.tenure.key)) is not None:
         _remember(site.slots, key_of_share(held.tenure.key), slot)
-    yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)
+    yield from notify_door(site, held.tenure.key, rows if rows and dialect.leaving_answers else None)
     return bool(rows) or again
 
 

@@ -62,9 +62,9 @@ class Semaphore(Protocol):
 
 
 def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]:
-    """At most so many shares of a key, as `Shares.listed` answers them."""
+    """At most so many shares of a key, as `Dialect.listed` answers them."""
     parameters: Parameters = {**bounds_of_shares(key), "most": most}
-    _, rows = yield from send(database, database.dialect.shares.listed, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.listed, parameters, until, resend=True)
     return rows
 
 
@@ -73,7 +73,7 @@ class Sharing:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt, self.site, self.request = attempt, attempt.site, attempt.request
-        self.database, self.shares, self.timing = self.site.database, self.site.database.dialect.shares, attempt.timing
+        self.database, self.dialect, self.timing = self.site.database, self.site.database.dialect, attempt.timing
         term = min(self.request.ttl, self.timing.waiter_ttl)
         self.waiting = self.request._replace(ttl=term, life=term)
         """The request of one that may not begin yet."""
@@ -151,8 +151,8 @@ class Sharing:
     def _read_at_door(self) -> Steps[Grant | None]:
         """Begin a reader's tenure as the holder of the door; first, the row behind the shares is made, where needed."""
         key, ended = self.request.key, self.site.ended
-        if self.shares.pins_gaps and key not in ended:
-            end = yield from self._begin(self.database.dialect.create, self.request._replace(key=end_key(key)), {})
+        if self.dialect.pins_gaps and key not in ended:
+            end = yield from self._begin(self.dialect.create, self.request._replace(key=end_key(key)), {})
             if end is not None:
                 _ = yield from tenures.release(self.database, end.tenure)
             if len(ended) >= REMEMBERED:
@@ -163,7 +163,7 @@ class Sharing:
     def _begin_read(self, **how: Any) -> Steps[Grant | None]:
         key = self.request.key
         share = self.request._replace(key=reader_key(key, new_name()))
-        return self._begin(self.shares.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
+        return self._begin(self.dialect.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
 
     def _write(self) -> Steps[Grant | Refused]:
         while True:
@@ -202,7 +202,7 @@ class Sharing:
         while True:
             tenure, bounds = door.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
-            _, alone = yield from send(self.database, self.shares.alone, parameters, self.until, resend=True)
+            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.until, resend=True)
             if alone:
                 return []
             if none_left:  # no share begins while this attempt has the door
@@ -223,7 +223,7 @@ class Sharing:
 
     def _end_expired(self, keys: Sequence[str]) -> Steps[int]:
         parameters = {"names": json.dumps(keys, ensure_ascii=False)}
-        _, rows = yield from send(self.database, self.shares.end_expired, parameters, self.until, resend=True)
+        _, rows = yield from send(self.database, self.dialect.end_expired, parameters, self.until, resend=True)
         if len(rows) < len(keys):
             yield from self._find_server()
         return len(rows)
@@ -310,7 +310,7 @@ class Sharing:
                 if slot >= semaphore.permits:
                     continue
                 request = self.request._replace(key=slot_key(self.request.key, slot))
-                grant = yield from self._begin(self.shares.take_slot, request, {"door": self.request.key})
+                grant = yield from self._begin(self.dialect.take_slot, request, {"door": self.request.key})
                 if grant is not None:
                     return grant
             if not tried:
@@ -340,7 +340,7 @@ class Sharing:
                 break
             if name in mine or (name in known and known[name][3] > 0):
                 continue
-            statement = self.database.dialect.take if name in known else self.database.dialect.create
+            statement = self.dialect.take if name in known else self.dialect.create
             request = self.request if len(got) == n - 1 else self.waiting
             grant = yield from self._begin(statement, request._replace(key=name, fair=0), {})
             if grant is not None:
@@ -427,7 +427,7 @@ class Sharing:
                     share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
                     slow.say(self.attempt.slow_wait, self.site, self.request, None, services, share=share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
-                rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
+                rings = services.notifications_ready and self.dialect.sleep_until_killed is None
                 pause = self.timing.poll_notified
                 if wakeup.flooded or not (rings or (near and socket is not None)):
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
@@ -447,7 +447,7 @@ class Sharing:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
         term = self.waiting.ttl
         parameters = {**door.tenure._asdict(), "life": term, "channel": channel}
-        sent, rows = yield from send(self.database, self.shares.await_leaving, parameters, self.until, resend=True)
+        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, self.until, resend=True)
         if not rows:
             return False
         door.sent, door.term = sent, term

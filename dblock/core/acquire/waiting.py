@@ -330,7 +330,7 @@ class Attempt:
             sockets.take_back(socket)
         if isinstance(found, Grant) and found.ticket:
             place, self.place = self.place, None
-            if not (self.services.deletes_served_rows or database.dialect.queue.grant_leaves):  # else deleted later
+            if not (self.services.deletes_served_rows or database.dialect.grant_leaves):  # else deleted later
                 _ = yield from queue.leave_queue(database, [place.owner], self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._is_trusted(found)):
             return Stage.WAITING

@@ -127,7 +127,7 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
         sent, rows = yield from send(database, statement, request, until)
     except StoreUnanswered as error:
         try:
-            sent, rows = yield from send(database, database.dialect.queue.accept, request, until, resend=True)
+            sent, rows = yield from send(database, database.dialect.accept, request, until, resend=True)
         except LockStoreError:
             rows = []
         if not rows:
