@@ -116,12 +116,12 @@ def free(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None 
     shared = SHARE in held.tenure.key
     if shared and not min_hold:
         return (yield from leave_share(site, held, until))
-    left = yield from tenures.release(site.database, held.tenure, min_hold, until)
+    in_time, waiting = yield from tenures.release(site.database, held.tenure, min_hold, until)
     if shared:
         yield from notify_door(site, held.tenure.key)
-    elif left.waiting:
-        _ = yield from grant_next(site, held.tenure.key, left.waiting)
-    return left.in_time
+    elif waiting:
+        _ = yield from grant_next(site, held.tenure.key, waiting)
+    return in_time
 
 
 def pass_on(site: Site, held: Grant) -> Steps[bool]:

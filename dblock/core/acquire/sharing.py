@@ -29,11 +29,11 @@ from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockStoreError, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, wait
-from dblock.core.protocol.tenures import Unresolved, begin, look
+from dblock.core.protocol.tenures import begin, look
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, slot_of
@@ -383,7 +383,7 @@ class Sharing:
         beginning = partial(begin, self.database, statement, parameters, self.until)
         try:
             grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
-        except Unresolved:
+        except StoreUnanswered:
             _ = self.attempt.find_services().withdraw(request.key, owner)
             raise
         if grant is not None and self.database.now() >= grant.trusted_until:
