@@ -106,6 +106,8 @@ class House(WaiterServices):
         return True
 
     def withdraw(self, key: str, owner: str) -> bool:
+        if not key:
+            return False
         flow = Withdrawal(self, len(self.world.flows), None, owner=owner, key=key)
         flow.wakes = self.world.time
         self.world.flows.append(flow)

@@ -330,7 +330,7 @@ class Attempt:
             sockets.take_back(socket)
         if isinstance(found, Grant) and found.ticket:
             place, self.place = self.place, None
-            if not (self.services.deletes_served_rows or database.dialect.grant_leaves):  # else deleted later
+            if not (database.dialect.grant_leaves or self.services.withdraw("", place.owner)):
                 _ = yield from queue.leave_queue(database, [place.owner], self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._is_trusted(found)):
             return Stage.WAITING
@@ -338,16 +338,15 @@ class Attempt:
 
     def _keep_place(self, place: Place, view: QueueStatus | None) -> Steps[Grant | Stage | None]:
         """Wait for a grant to a place, with its heartbeats."""
-        key, served, alone = self.request.key, False, True
+        key = self.request.key
         self.site.wakeups.register(key, place.ticket, self.wakeup)
         try:
             alone = not self.services.keep(place)
-            found = yield from self._await_grant(place, view, alone=alone)
-            served = isinstance(found, Grant) and found.ticket > 0
+            return (yield from self._await_grant(place, view, alone=alone))
             return found
         finally:
             self.site.wakeups.unregister(key, place.ticket, self.wakeup)
-            self.services.leave(place.owner, served=served)
+            self.services.leave(place.owner)
 
     def _enqueue(self) -> Steps[tuple[Place, QueueStatus | None] | None]:
         """Adopt the place that another flow of this process has left, else join the queue: as `queue.join`."""
