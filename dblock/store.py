@@ -121,7 +121,7 @@ class DjangoStore(BaseStore):
         connection = self._source.open_apart()
         close = partial(self._source.close, connection, broken=True)
         try:
-            if self.database.dialect.queue.sleep_until_killed is not None:
+            if self.database.dialect.sleep_until_killed is not None:
                 return open_listener(self, connection, close, channel, wakeups)
             if connection.direct:
                 make: Any = PsycopgSubscription if hasattr(connection.raw, "pgconn") else Psycopg2Subscription

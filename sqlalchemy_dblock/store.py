@@ -122,7 +122,7 @@ class EngineStore(BaseStore):
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
-        by_kill_query = self.database.dialect.queue.sleep_until_killed is not None
+        by_kill_query = self.database.dialect.sleep_until_killed is not None
         if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
             return None
         connection = self._source.open_apart()

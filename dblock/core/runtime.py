@@ -84,6 +84,8 @@ class Runtime:
 
     def waiter_services(self, store: Store) -> WaiterServices:
         """The services of this process for waiters of a database, in threads or on the running event loop."""
+        if not store.renewable:
+            return WaiterServices()
         loop = asyncio.get_running_loop() if store.asynchronous else None
         # On the store, since they refer to it: both have the same lifetime.
         known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
@@ -137,18 +139,15 @@ class Runtime:
 class ProcessServices(WaiterServices):
     """The `WaiterServices` of this process for one database, in threads or on one event loop."""
 
+    queues_locally = True
+
     _listener: Listener | None = None
     """Made for the first waiter that waits for long, where the database can notify this process."""
 
     def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
         self.runtime = runtime
-        self._watchdog, self._site = runtime.watchdog, runtime.site(store)
+        self._watchdog = runtime.watchdog
         self._store, self._loop = store, loop
-
-    @property
-    def queues_locally(self) -> bool:
-        """See WaiterServices."""
-        return self._store.renewable
 
     def holds(self, key: str) -> bool:
         """See WaiterServices."""
@@ -164,30 +163,21 @@ class ProcessServices(WaiterServices):
 
     def keep(self, place: Place) -> bool:
         """See WaiterServices."""
-        if self._store.renewable:
-            self._watchdog.keep(self._store, self._loop, place)
-        return self._store.renewable
+        self._watchdog.keep(self._store, self._loop, place)
+        return True
 
-    def leave(self, owner: str, *, served: bool = False) -> None:
+    def leave(self, owner: str) -> None:
         """See WaiterServices."""
         self._watchdog.leave(self._store, self._loop, owner)
-        if served and not self._store.database.dialect.queue.grant_leaves:
-            _ = self.withdraw("", owner)
 
     def withdraw(self, key: str, owner: str) -> bool:
         """See WaiterServices."""
-        if self._store.renewable:
-            self._watchdog.withdraw(self._store, self._loop, key, owner)
-        return self._store.renewable
-
-    @property
-    def deletes_served_rows(self) -> bool:
-        """See WaiterServices."""
-        return self._store.renewable
+        self._watchdog.withdraw(self._store, self._loop, key, owner)
+        return True
 
     def listen(self) -> None:
         """See WaiterServices."""
-        if not self._store.renewable or self._store.database.dialect.queue.call is None:
+        if self._store.database.dialect.call is None:
             return
         if self._listener is None:
             made = Listener(self._store, self.runtime.wakeups, self.runtime.sockets().channel)
@@ -198,7 +188,7 @@ class ProcessServices(WaiterServices):
     @property
     def channel(self) -> str:
         """See WaiterServices. When listening begins, every waiter polls once."""
-        return self._site.sockets.channel if self._store.renewable else ""
+        return self.runtime.sockets().channel
 
     @property
     def notifications_ready(self) -> bool:

@@ -38,10 +38,9 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.runtime import Runtime
 from dblock.core.share_keys import bounds_of_shares
-from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, perform, without_secrets
 from dblock.core.statements.common import FLOW
-from dblock.core.statements.sqlite import SQL
+from dblock.core.statements.sqlite import SQL, SQLiteDialect
 from dblock.core.timing import Timing
 from dblock.core.values import SHARE, Seconds, key_of_share
 from dblock.core.wakeup.registry import Wakeup
@@ -53,7 +52,6 @@ from dblock.testing.recorder import Recorder, following
 LONGEST: Final = 86_400.0  # seconds after which a wait that moves the clock is refused: it would never end
 SLICE: Final = 0.005  # seconds of a real wait, after which it is seen whether only time can end it by now
 TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=1.0).checked()
-DIALECT: Final = replace(DIALECTS["sqlite"], tick=0.0, single_writer=False)  # no two fences are the same
 OWNERS: Final = """
     SELECT owner FROM locks
     WHERE (lock_key = :key OR (lock_key > :low AND lock_key < :high)) AND owner IS NOT NULL
@@ -61,6 +59,16 @@ OWNERS: Final = """
         AND substr(owner, 1, :flow) IS NOT (SELECT substr(owner, 1, :flow) FROM locks WHERE lock_key = :door)
 """
 """Who holds a key, or the shares that the holder of a door waits for."""
+
+
+class MemoryDialect(SQLiteDialect):
+    """No two fences are the same, and statements wait for no writer."""
+
+    tick = 0.0
+    single_writer = False
+
+
+DIALECT: Final = MemoryDialect()
 
 
 class Clock:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute
-from dblock.core.statements.base import Dialect, Statement
+from dblock.core.statements.base import Statement
+from dblock.core.statements.dialect import Dialect
 from tests.support.steps import NO_STORE
 from tests.support.subjects import Actor, Subject
 
@@ -30,11 +30,8 @@ CUT = {"postgresql": "SELECT pg_terminate_backend(pg_backend_pid())", "": "KILL 
 HUGE = -(2**63)
 
 
-def statements(dialect: Dialect) -> Iterator[Statement]:
-    for part in (dialect, dialect.queue):
-        for field in fields(part):
-            if isinstance(each := getattr(part, field.name), Statement):
-                yield each
+def statements(dialect: Dialect) -> list[Statement]:
+    return [each for each in vars(dialect).values() if isinstance(each, Statement)]
 
 
 def sql(given: str | dict[str, str], database: str) -> str:

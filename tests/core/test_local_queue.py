@@ -285,7 +285,7 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     assert cast("Execute", heir.send(None)).statement.name == "queue_status"
     world.rows["k"]["expires_at"] = world.time + 60
     leaving = heir.send(
-        world.execute(Execute(NO_STORE, world.dialect.queue.queue_status, {"key": "k", "owner": "", "ticket": 0}))
+        world.execute(Execute(NO_STORE, world.dialect.queue_status, {"key": "k", "owner": "", "ticket": 0}))
     )
     assert cast("Execute", leaving).statement.name == "leave_queue"
     assert play(world, holder, {}, world.execute(relay)) is True

@@ -182,7 +182,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
 
     def served(step: Execute) -> Rows:
         joined.append(world.execute(step))
-        _ = world.execute(Execute(NO_STORE, world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
+        _ = world.execute(Execute(NO_STORE, world.dialect.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
     waits = acquiring.acquire(Attempt(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called))

@@ -25,6 +25,7 @@ from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.statements.base import Statement
 from dblock.core.statements.sqlite import SQL
 from dblock.core.timing import DEFAULT
 from dblock.core.values import SHARE, Grant, Tenure
@@ -33,6 +34,7 @@ from tests.support import family as family_module
 from tests.support.explore import TTL, Explored, explore
 from tests.support.family import Family, OnModel, family
 from tests.support.lab import LONG
+from tests.support.model import changed
 from tests.support.steps import skipped
 
 HOUR = 3600.0
@@ -253,16 +255,13 @@ def test_a_guard_outlasts_its_lease(does: str, fault: str, capsys: pytest.Captur
 Patch = Callable[..., None]
 
 
-def rewritten(patch: Patch, name: str, old: str, new: str, *, share: bool = True) -> None:
+def rewritten(patch: Patch, name: str, old: str, new: str) -> None:
     """Replace a text in one of SQLite's statements."""
     dialect = family_module.SQLITE
-    room: Any = dialect.shares if share else dialect if hasattr(dialect, name) else dialect.queue
-    statement = getattr(room, name)
+    statement: Statement = getattr(dialect, name)
     assert old in statement.sql
-    changed = {name: replace(statement, sql=statement.sql.replace(old, new))}
-    if room is not dialect:
-        changed = {"shares" if share else "queue": replace(room, **changed)}
-    patch(family_module, "SQLITE", replace(dialect, **changed))
+    texts = {name: replace(statement, sql=statement.sql.replace(old, new))}
+    patch(family_module, "SQLITE", changed(dialect, **texts))
 
 
 def reads_beside_a_writer(patch: Patch) -> None:
@@ -451,8 +450,8 @@ def undoes_nothing(patch: Patch) -> None:
 
 def writers_shut_nothing(patch: Patch) -> None:
     """The door of a writer shows the reader before it."""
-    rewritten(patch, "take", "reading = :reading", "reading = reading", share=False)
-    rewritten(patch, "grant", "reading = next.reading", "reading = locks.reading", share=False)
+    rewritten(patch, "take", "reading = :reading", "reading = reading")
+    rewritten(patch, "grant", "reading = next.reading", "reading = locks.reading")
 
 
 def readers_stay_in_the_table(patch: Patch) -> None:

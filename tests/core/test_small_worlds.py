@@ -331,9 +331,9 @@ def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
     """A flow that has handed the key over releases it as well, in case it had not."""
 
     def anyhow(site: Any, held: Grant, **_options: Any) -> Any:
-        left = yield from tenures.release(site.database, held.tenure)
-        if left.waiting:
-            _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
+        _, first = yield from tenures.release(site.database, held.tenure)
+        if first:
+            _ = yield from handover.grant_next(site, held.tenure.key, first)
         return True
 
     patch(handover, "free", anyhow)

@@ -268,7 +268,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             assert hold is not None
             given = {**request.parameters(hold.tenure.owner), **hold.tenure._asdict(), "heir": "heir"}
             given |= {"handovers_left": 0, "covers": 1}
-            statement = store.database.dialect.queue.hand_over_local
+            statement = store.database.dialect.hand_over_local
             [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5))[1]
             assert lasts == 0
             hold.grant.handed_over = True

@@ -131,8 +131,8 @@ NOTHING: dict[str, Any] = {
     "inner release": None,
     "attach": Loss,
     "detach": False,
-    "release": tenures.Left(in_time=False),
-    "release later": tenures.Left(in_time=False),
+    "release": (False, 0),
+    "release later": (False, 0),
     "verify": False,
 }
 

@@ -62,7 +62,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ELSEWHERE = (
     "(setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_'),"
-    " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to notify
+    " object.__setattr__(subject.protocol.dialect, 'call', None))"  # the grant itself is to notify
 )
 FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 
@@ -239,7 +239,7 @@ def victim(database: str) -> Iterator[Callable[[], bool]]:
 
 def run_call(store: Any, channel: str) -> None:
     """Notify the process that listens there."""
-    _ = store.execute(Execute(NO_STORE, store.database.dialect.queue.call, {"channel": channel}))
+    _ = store.execute(Execute(NO_STORE, store.database.dialect.call, {"channel": channel}))
 
 
 @pytest.mark.parametrize("database", INNODB)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Unfinished
-from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
@@ -21,7 +20,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, on_server, perform
+from dblock.core.statements.base import Failure, Reply, Statement, on_server, perform
+from dblock.core.statements.dialect import Dialect
 from dblock.operating.statements.administration import Administration, administration
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
@@ -357,14 +357,14 @@ TABLES: Final = (("locks", KEYS, "lock_key"), ("lock_waiters", PLACES, "owner"),
 
 def named(dialect: Dialect, name: str) -> Statement:
     """A statement by its name, be it of the key's row, of the queue, of the shares or of an administrator."""
-    homes = (dialect, dialect.queue, dialect.shares, administration(dialect.name))
+    homes = (dialect, administration(dialect.name))
     statement: Statement = next(getattr(home, name) for home in homes if hasattr(home, name))
     return statement
 
 
 def statements(dialect: Dialect) -> dict[str, Statement]:
     """All of them."""
-    names = [*(field.name for part in (Dialect, Queue, Shares) for field in fields(part)), *Administration._fields]
+    names = [*vars(dialect), *Administration._fields]
     found: dict[str, Any] = {name: named(dialect, name) for name in names}
     return {name: statement for name, statement in found.items() if isinstance(statement, Statement)}
 

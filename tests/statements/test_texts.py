@@ -207,7 +207,7 @@ def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> Non
     everything = statements(dialect) | {each.name: each for each in STATES[dialect.name]}
     _ = actor.do(partial(run_one, Execute(NO_STORE, everything.pop("make_states"), {})))
     left_out = {"pin"}  # it runs in the caller's transaction: see below
-    if dialect.queue.call is not None:
+    if dialect.call is not None:
         left_out |= {"call", "listen"}  # they name a session and no text: see `tests.servers.test_listener`
     try:
         for number, text in enumerate(TEXTS):
@@ -244,7 +244,7 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
         assert rows("next_keys", after="")[0][0] == text
         [ticket, *_] = rows("join", waiter_ttl=30.0)[0]
         assert rows("first_waiter", first=0) == [(ticket, text, text)]
-        assert dialect.queue.join_answers or rows("announce", ticket=ticket)
+        assert dialect.join_answers or rows("announce", ticket=ticket)
         assert len(rows("heartbeat")) == 1
         assert len(rows("leave_queue")) == 1
         assert len(rows("note")) == 1

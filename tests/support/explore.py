@@ -34,7 +34,8 @@ from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, Statement
+from dblock.core.statements.base import Statement
+from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -105,6 +106,8 @@ class House(WaiterServices):
         return True
 
     def withdraw(self, key: str, owner: str) -> bool:
+        if not key:
+            return False
         flow = Withdrawal(self, len(self.world.flows), None, owner=owner, key=key)
         flow.wakes = self.world.time
         self.world.flows.append(flow)
@@ -565,7 +568,7 @@ def _in_order(flats: list[list[Any]]) -> list[list[Any]]:
 
 
 _GONE: dict[str, Any] = {"ticket": 0}
-_CONSTANT = {House, Flow, World, Small, Site, Database, Dialect, Timing, ModuleType, FunctionType, MethodType, type}
+_CONSTANT = {House, Flow, World, Small, Site, Database, Timing, ModuleType, FunctionType, MethodType, type}
 _ASIDE = {
     *("_now", "_timing", "_queues", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
     *(
@@ -582,14 +585,14 @@ _ASIDE = {
         "house",
         "queue",
     ),
-    *("_key", "holds_other_keys", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
+    *("_key", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
 }
 
 
 @cache
 def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
     """How values of this kind are written down."""
-    if kind in _CONSTANT or issubclass(kind, BaseException):
+    if kind in _CONSTANT or issubclass(kind, (BaseException, Dialect)):
         return _Canon._add_class
     for kinds, adder in (
         ((Statement, Enum), _Canon._add_name),
@@ -606,7 +609,7 @@ def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
 
 
 _ATTRIBUTES: dict[type, list[str]] = {
-    LocalQueue: ["_waiters", "handover_expected_until", "_holder"],
+    LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
     Sharing: ["deadline", "until"],
 }
 """What matters of objects that do not say it themselves."""

@@ -29,16 +29,17 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
 from dblock.core.share_keys import slot_key
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, Reply, Statement, rendered
+from dblock.core.statements.base import Reply, Statement, rendered
+from dblock.core.statements.dialect import Dialect
 from dblock.core.statements.sqlite import SQL
 from dblock.core.values import SHARE, Grant, KeyKind
 from tests.support.explore import _CONSTANT, SNAPSHOTS, TTL, Choice, Flow, House, Small
-from tests.support.model import UNREPLICATED, Interrupted, copied, wish
+from tests.support.model import UNREPLICATED, Interrupted, changed, copied, wish
 from tests.support.steps import NO_STORE
 
 FIRST = datetime(2000, 1, 1)
 """Where the clock of a world begins, for SQLite."""
-SQLITE: Dialect = replace(DIALECTS["sqlite"], tick=0.0, single_writer=False)
+SQLITE: Dialect = changed(DIALECTS["sqlite"], tick=0.0, single_writer=False)
 POSTGRESQL: Dialect = UNREPLICATED["postgresql"]
 TWO_STEPS = frozenset({*SNAPSHOTS, "take", "renew", "read", "alone", "await_leaving", "end_expired", "take_slot"})
 """The statements of `OnModel` that see the rows as of when they began."""
@@ -511,7 +512,7 @@ class OnModel(Family):
 
     def _answer(self, p: dict[str, Any]) -> Rows:
         """What the statements that leave say of the door."""
-        if not self.dialect.shares.leaving_answers:
+        if not self.dialect.leaving_answers:
             return [()]
         return self._awaited(p) or [(None, None)]
 

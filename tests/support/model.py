@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dblock.core.acquire.request import Request
@@ -18,7 +19,7 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect
+from dblock.core.statements.dialect import Dialect
 from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
@@ -54,7 +55,14 @@ def wish(
     return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", starts_on_place_lease)
 
 
-UNREPLICATED = {name: replace(dialect, epoch=None) for name, dialect in DIALECTS.items()}
+def changed(dialect: Dialect, **attributes: Any) -> Dialect:
+    """The same dialect but for these attributes."""
+    found = copy(dialect)
+    vars(found).update(attributes)
+    return found
+
+
+UNREPLICATED = {name: changed(dialect, epoch=None) for name, dialect in DIALECTS.items()}
 """The dialects in a world in which no server is ever promoted, so that nobody asks."""
 
 
@@ -109,7 +117,7 @@ class World:
     @property
     def announces(self) -> bool:
         """Whether a join tells the key's row in the same statement."""
-        return self.dialect.queue.join_answers
+        return self.dialect.join_answers
 
     def snapshot(self) -> set[str]:
         """The waiters that a statement which begins now will see, whenever it gets at the key's row."""
@@ -181,7 +189,7 @@ class World:
 
     def _grant(self, p: dict[str, Any]) -> Rows:
         row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
-        if not self.dialect.queue.grant_answers:
+        if not self.dialect.grant_answers:
             queue = [each for each in self._queue(p["key"], 0) if each["owner"] == p["heir"]]
         queue = [each for each in queue if self.waiters.get(each["owner"]) is each]  # its row is locked, as it is now
         if row is None or not queue or row["served"] >= queue[0]["ticket"] or not self._in_epoch(row):
@@ -191,7 +199,7 @@ class World:
         if row["owner"] is not None and handed > 0:
             if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
                 return []
-            self.covered = self.dialect.queue.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
+            self.covered = self.dialect.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
             self.covered = self.covered and row["reading"] <= heir.get("reading", 0)
             row["expires_at"] = self.time
         life = min(life, handed) if self.covered else life
@@ -200,10 +208,10 @@ class World:
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
         fence = self.rows[p["key"]]["fence"]
-        if not self.dialect.queue.grant_answers:
+        if not self.dialect.grant_answers:
             heir["expires_at"] = heir["joined_at"]
             return [(fence,)]
-        if self.dialect.queue.grant_leaves:
+        if self.dialect.grant_leaves:
             del self.waiters[heir["owner"]]
         lasts = int((self.rows[p["key"]]["expires_at"] - heir["joined_at"]) * 1000)
         lasts = lasts if self.covered else 0
@@ -270,7 +278,7 @@ class World:
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
             return []
         left = row["expires_at"] - self.time
-        able = self.dialect.queue.grant_leaves and p["covers"] and row["reading"] <= p.get("reading", 0)
+        able = self.dialect.grant_leaves and p["covers"] and row["reading"] <= p.get("reading", 0)
         self.covered = bool(able and left >= p["life"] * 0.75 and row["fence"] < self.micros)
         row["expires_at"] = self.time
         life = min(p["life"], left) if self.covered else p["life"]
@@ -287,7 +295,7 @@ class World:
         alive = [w for w in waiters if w["expires_at"] > self.time and w["ticket"] > served.get(w["key"], 0)]
         for waiter in alive:
             waiter["expires_at"] = max(waiter["expires_at"], self.time + p["waiter_ttl"])
-        return [(waiter["owner"],) if self.dialect.queue.grant_answers else () for waiter in alive]
+        return [(waiter["owner"],) if self.dialect.grant_answers else () for waiter in alive]
 
     def _clear(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])

@@ -22,7 +22,7 @@ from dblock.core.errors import (
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import pauses, send
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import Unresolved, begin, look
+from dblock.core.protocol.tenures import begin, look
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 
@@ -138,18 +138,15 @@ def _try(attempt: Attempt, statement: Statement) -> Steps[tuple[Grant | None, bo
     try:
         grant = yield from begin(database, statement, request.parameters(attempt.owner), until)
     except LockStoreError as error:
-        if isinstance(error, Unresolved):  # a take that succeeds later is released in the background
+        unanswered = isinstance(error, StoreUnanswered)
+        if unanswered:  # a take that succeeds later is released in the background
             _ = attempt.find_services().withdraw(request.key, attempt.owner)
             attempt.broken = attempt.broken or not error.late
         attempt.owner = ""
         # The key can be read meanwhile.
-        passing = isinstance(error, (StoreLocked, Unresolved))
+        passing = unanswered or isinstance(error, StoreLocked)
         if passing and until - database.now() >= database.timing.min_retry_time:
             return None, False
-        if isinstance(error, Unresolved):
-            unanswered = StoreUnanswered(str(error), key=error.key)
-            unanswered.late = error.late
-            raise unanswered from error.__cause__
         raise
     if grant is None:
         attempt.owner = ""

@@ -11,15 +11,8 @@ from dblock.core.protocol.queue import Place
 class WaiterServices:
     """The services of a process for its waiters; here none."""
 
-    @property
-    def queues_locally(self) -> bool:
-        """Whether the flows of the process wait for a key in one local queue; else each waits alone."""
-        return False
-
-    @property
-    def deletes_served_rows(self) -> bool:
-        """Whether the process deletes the row of a place that was served."""
-        return False
+    queues_locally = False
+    """Whether the flows of the process wait for a key in one local queue; else each waits alone."""
 
     @property
     def channel(self) -> str:
@@ -43,11 +36,11 @@ class WaiterServices:
         """Send heartbeats for a place in the queue; False if the waiter has to."""
         return False
 
-    def leave(self, owner: str, *, served: bool = False) -> None:
-        """End the heartbeats of a place; `served`: the key was granted to it, and its row can be deleted later."""
+    def leave(self, owner: str) -> None:
+        """End the heartbeats of a place."""
 
     def withdraw(self, key: str, owner: str) -> bool:
-        """In the background delete the place of a token, and release the key if it was granted to it.
+        """In the background delete the place of a token, and release the key, if given, where it was granted to it.
 
         False if the waiter has to.
         """

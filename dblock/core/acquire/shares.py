@@ -34,19 +34,11 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
         if answer is None:
             until = site.database.now() + site.database.timing.handover_retry
             _, answer = yield from send(
-                site.database, site.database.dialect.shares.awaited, {"door": door}, until, resend=True
+                site.database, site.database.dialect.awaited, {"door": door}, until, resend=True
             )
         if answer and answer[0][0] is not None:
             channel, fence = answer[0]
             yield from site.tell(channel, Message(door_bell(door), int(fence)))
-
-
-def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:
-    """Remember a slot that was left, for some keys."""
-    left = slots.setdefault(key, [])
-    left[:] = [*left[-REMEMBERED:], slot]
-    if len(slots) > REMEMBERED:
-        _ = slots.pop(next(iter(slots)), None)
 
 
 def leave_share(site: Site, held: Grant, until: float | None = None) -> Steps[bool]:
@@ -54,15 +46,18 @@ def leave_share(site: Site, held: Grant, until: float | None = None) -> Steps[bo
 
     A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
     """
-    database, shares = site.database, site.database.dialect.shares
-    kept = held.guarded or slot_of(held.tenure.key) is not None
-    parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": key_of_share(held.tenure.key)}
+    database, dialect = site.database, site.database.dialect
+    door, slot = key_of_share(held.tenure.key), slot_of(held.tenure.key)
+    parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": door}
     until = database.now() + database.timing.retry_budget if until is None else until
-    statement = shares.leave_slot if kept else shares.leave_read
+    statement = dialect.leave_read if slot is None and not held.guarded else dialect.leave_slot
     rows, again = yield from send_twice(database, statement, parameters, until)
-    if (slot := slot_of(held.tenure.key)) is not None:
-        _remember(site.slots, key_of_share(held.tenure.key), slot)
-    yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)
+    if slot is not None:
+        left = site.slots.setdefault(door, [])
+        left[:] = [*left[-REMEMBERED:], slot]
+        if len(site.slots) > REMEMBERED:
+            _ = site.slots.pop(next(iter(site.slots)), None)
+    yield from notify_door(site, held.tenure.key, rows if rows and dialect.leaving_answers else None)
     return bool(rows) or again
 
 

@@ -29,11 +29,11 @@ from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockStoreError, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, wait
-from dblock.core.protocol.tenures import Unresolved, begin, look
+from dblock.core.protocol.tenures import begin, look
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, slot_of
@@ -58,9 +58,9 @@ class Semaphore(Protocol):
 
 
 def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]:
-    """At most so many shares of a key, as `Shares.listed` answers them."""
+    """At most so many shares of a key, as `Dialect.listed` answers them."""
     parameters: Parameters = {**bounds_of_shares(key), "most": most}
-    _, rows = yield from send(database, database.dialect.shares.listed, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.listed, parameters, until, resend=True)
     return rows
 
 
@@ -69,7 +69,7 @@ class Sharing:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt, self.site, self.request = attempt, attempt.site, attempt.request
-        self.database, self.shares, self.timing = self.site.database, self.site.database.dialect.shares, attempt.timing
+        self.database, self.dialect, self.timing = self.site.database, self.site.database.dialect, attempt.timing
         term = min(self.request.ttl, self.timing.waiter_ttl)
         self.waiting = self.request._replace(ttl=term, life=term)
         """The request of one that may not begin yet."""
@@ -147,8 +147,8 @@ class Sharing:
     def _read_at_door(self) -> Steps[Grant | None]:
         """Begin a reader's tenure as the holder of the door; first, the row behind the shares is made, where needed."""
         key, ended = self.request.key, self.site.ended
-        if self.shares.pins_gaps and key not in ended:
-            end = yield from self._begin(self.database.dialect.create, self.request._replace(key=end_key(key)), {})
+        if self.dialect.pins_gaps and key not in ended:
+            end = yield from self._begin(self.dialect.create, self.request._replace(key=end_key(key)), {})
             if end is not None:
                 _ = yield from tenures.release(self.database, end.tenure)
             if len(ended) >= REMEMBERED:
@@ -159,7 +159,7 @@ class Sharing:
     def _begin_read(self, **how: Any) -> Steps[Grant | None]:
         key = self.request.key
         share = self.request._replace(key=reader_key(key, new_name()))
-        return self._begin(self.shares.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
+        return self._begin(self.dialect.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
 
     def _write(self) -> Steps[Grant | Refused]:
         while True:
@@ -198,7 +198,7 @@ class Sharing:
         while True:
             tenure, bounds = door.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
-            _, alone = yield from send(self.database, self.shares.alone, parameters, self.until, resend=True)
+            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.until, resend=True)
             if alone:
                 return []
             if none_left:  # no share begins while this attempt has the door
@@ -210,19 +210,14 @@ class Sharing:
             ended = [str(row[0]) for row in rows if row[3] <= 0]
             if not ended:
                 return list(rows)
-            deleted = yield from self._end_expired(ended)
-            if deleted < len(ended):  # a transaction pins one of them, or it was renewed
+            over: Parameters = {"names": json.dumps(ended, ensure_ascii=False)}
+            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.until, resend=True)
+            if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed
+                yield from self._find_server()
                 return list(rows)
 
     def _listed(self, most: int) -> Steps[Rows]:
         return (yield from listed(self.database, self.request.key, most, self.until))
-
-    def _end_expired(self, keys: Sequence[str]) -> Steps[int]:
-        parameters = {"names": json.dumps(keys, ensure_ascii=False)}
-        _, rows = yield from send(self.database, self.shares.end_expired, parameters, self.until, resend=True)
-        if len(rows) < len(keys):
-            yield from self._find_server()
-        return len(rows)
 
     def _find_server(self) -> Steps[None]:
         """After a refusal: where the server has started anew, or was promoted, a client has to find it first."""
@@ -306,7 +301,7 @@ class Sharing:
                 if slot >= semaphore.permits:
                     continue
                 request = self.request._replace(key=slot_key(self.request.key, slot))
-                grant = yield from self._begin(self.shares.take_slot, request, {"door": self.request.key})
+                grant = yield from self._begin(self.dialect.take_slot, request, {"door": self.request.key})
                 if grant is not None:
                     return grant
             if not tried:
@@ -332,7 +327,7 @@ class Sharing:
                 break
             if name in mine or (name in known and known[name][3] > 0):
                 continue
-            statement = self.database.dialect.take if name in known else self.database.dialect.create
+            statement = self.dialect.take if name in known else self.dialect.create
             request = self.request if len(got) == n - 1 else self.waiting
             grant = yield from self._begin(statement, request._replace(key=name, fair=0), {})
             if grant is not None:
@@ -375,7 +370,7 @@ class Sharing:
         beginning = partial(begin, self.database, statement, parameters, self.until)
         try:
             grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
-        except Unresolved:
+        except StoreUnanswered:
             _ = self.attempt.find_services().withdraw(request.key, owner)
             raise
         if grant is not None and self.database.now() >= grant.trusted_until:
@@ -398,7 +393,7 @@ class Sharing:
             self.attempt.contended(None)
         services, now, tenure = self.attempt.find_services(), self.database.now, door.tenure
         wakeup, channel = Wakeup(self.database), services.channel
-        socket = wakeup.socket = self.site.sockets.lend() if channel else None
+        socket = wakeup.socket = self.site.sockets().lend() if channel else None
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
@@ -419,7 +414,7 @@ class Sharing:
                     share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
                     slow.say(self.attempt.slow_wait, self.site, self.request, None, services, share=share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
-                rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
+                rings = services.notifications_ready and self.dialect.sleep_until_killed is None
                 pause = self.timing.poll_notified
                 if wakeup.flooded or not (rings or (near and socket is not None)):
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
@@ -431,7 +426,7 @@ class Sharing:
                 shares = yield from look_for()
         finally:
             wakeup.socket = None
-            self.site.sockets.take_back(socket)
+            self.site.sockets().take_back(socket)
             self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 
@@ -439,7 +434,7 @@ class Sharing:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
         term = self.waiting.ttl
         parameters = {**door.tenure._asdict(), "life": term, "channel": channel}
-        sent, rows = yield from send(self.database, self.shares.await_leaving, parameters, self.until, resend=True)
+        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, self.until, resend=True)
         if not rows:
             return False
         door.sent, door.term = sent, term

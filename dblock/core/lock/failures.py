@@ -18,7 +18,7 @@ from dblock.core.errors import (
 )
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol.steps import Execute
-from dblock.core.statements.base import Dialect
+from dblock.core.statements.dialect import Dialect
 
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """The indexes that statements name."""

@@ -77,7 +77,7 @@ class KillQueryListener:
 
     def _run(self, name: str, parameters: Mapping[str, Any], seconds: float) -> Rows | None:
         """Run a statement on the connection, which may take so many seconds; None if KILL QUERY ended it."""
-        store, statement = self._store, cast("Statement", getattr(self._store.database.dialect.queue, name))
+        store, statement = self._store, cast("Statement", getattr(self._store.database.dialect, name))
         until = store.database.now() + seconds + store.database.timing.statement_timeout
         step = Execute(store, statement, dict(parameters), until)
         try:
@@ -103,7 +103,7 @@ def open_listener(
         _ = close()
         return None
     listener = KillQueryListener(store, connection, close, channel, wakeups)
-    call = cast("Statement", store.database.dialect.queue.call)
+    call = cast("Statement", store.database.dialect.call)
     try:
         if listener.named:
             until = store.database.now() + store.database.timing.statement_timeout

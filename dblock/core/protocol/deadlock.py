@@ -78,7 +78,7 @@ def deadlock(database: Database, owner: str, held: Collection[str], until: float
     `held`: the owner tokens of its flow's tenures. Engines and aliases of a database do not matter: a flow that took
     the key through another engine waits for itself.
     """
-    _, rows = yield from send(database, database.dialect.queue.chain, {"owner": owner}, until, resend=True)
+    _, rows = yield from send(database, database.dialect.chain, {"owner": owner}, until, resend=True)
     circle = _circle([Waits(*row) for row in rows], owner)
     if not circle or circle[-1].holder not in held:
         return None
@@ -87,7 +87,7 @@ def deadlock(database: Database, owner: str, held: Collection[str], until: float
     if youngest:
         if circle[0].circle != digest:
             said: Parameters = {"owner": owner, "circle": digest}
-            _ = yield from send(database, database.dialect.queue.confirm, said, until, resend=True)
+            _ = yield from send(database, database.dialect.confirm, said, until, resend=True)
         return None
     return _error(circle) if all(other.circle == digest for other in circle[1:]) else None
 

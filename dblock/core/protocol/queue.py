@@ -174,18 +174,18 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
 
     None if the attempt has to start again: the key has no row, or another waiter has just got the same ticket.
     """
-    queue = database.dialect.queue
-    sent, rows = yield from send(database, queue.join, {**request, "waiter_ttl": database.timing.waiter_ttl}, until)
+    dialect = database.dialect
+    sent, rows = yield from send(database, dialect.join, {**request, "waiter_ttl": database.timing.waiter_ttl}, until)
     if not rows:
         return None
     owner = Masked(request["owner"])
     ticket, *answer = rows[0]
-    if queue.join_answers:
+    if dialect.join_answers:
         remaining, first = answer
     else:
         remaining, first = (yield from announce(database, str(request["key"]), ticket, until)), 0
     # While the key is held that is enough to know; the other waiters matter at the next poll. The place may have ended.
-    known = (queue.join_answers or remaining > 0) and database.now() < sent + database.timing.waiter_ttl
+    known = (dialect.join_answers or remaining > 0) and database.now() < sent + database.timing.waiter_ttl
     view = QueueStatus(False, remaining, first, ticket, 0, True) if known else None
     return Place(owner, ticket, sent, sent, sent), view
 
@@ -196,7 +196,7 @@ def announce(database: Database, key: str, ticket: int, until: float) -> Steps[f
     0.0 if the key is not held, the ticket has been passed over, or the answer is not known.
     """
     parameters: Parameters = {"key": key, "ticket": ticket}
-    _, rows = yield from send(database, database.dialect.queue.announce, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.announce, parameters, until, resend=True)
     return float(rows[0][0]) / 1000 if rows else 0.0
 
 
@@ -205,7 +205,7 @@ def status(
 ) -> Steps[QueueStatus | None]:
     """The queue of a key as seen from a waiter; None if the key has no row."""
     parameters: Parameters = {"key": key, "owner": owner, "ticket": ticket}
-    _, rows = yield from send(database, database.dialect.queue.queue_status, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.queue_status, parameters, until, resend=True)
     if not rows:
         return None
     mine, remaining, first, last, ahead, present = rows[0]
@@ -221,7 +221,7 @@ def grant(
     if there is no waiter, a transaction pins the key, or another one is changing its row at this moment. `here`: prefix
     of the channels that this process can notify by itself. `until`: the local time after which it is not retried.
     """
-    queue, until = database.dialect.queue, min(until, database.now() + database.timing.handover_retry)
+    dialect, until = database.dialect, min(until, database.now() + database.timing.handover_retry)
     parameters: dict[str, str | int] = {
         "key": key,
         "first": first,
@@ -229,15 +229,15 @@ def grant(
         "fence": 0 if tenure is None else tenure.fence,
         "here": here,
     }
-    if queue.grant_answers:
-        _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
+    if dialect.grant_answers:
+        _, rows = yield from send(database, dialect.grant, parameters, until, resend=tenure is None)
     else:
         found = yield from first_waiter(database, key, first, until)
         if found is None:
             return None
         ticket, channel, heir = found
         parameters["heir"] = heir
-        _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
+        _, rows = yield from send(database, dialect.grant, parameters, until, resend=tenure is None)
         rows = [(ticket, channel, heir, row[0], 0, None) for row in rows]
     if not rows:
         return None
@@ -252,13 +252,13 @@ def first_waiter(
     """The first live waiter from a ticket on: its ticket, where its process listens, its owner token."""
     asked: Parameters = {"key": key, "first": first}
     until = min(until, database.now() + database.timing.handover_retry)
-    _, rows = yield from send(database, database.dialect.queue.first_waiter, asked, until, resend=True)
+    _, rows = yield from send(database, database.dialect.first_waiter, asked, until, resend=True)
     return (int(rows[0][0]), str(rows[0][1]), Masked(rows[0][2])) if rows else None
 
 
 def call(database: Database, channel: str, message: Message) -> Steps[None]:
     """Let the database notify the process that listens on a channel, if it can."""
-    statement = database.dialect.queue.call
+    statement = database.dialect.call
     if statement is not None and CHANNEL.fullmatch(channel):
         until = database.now() + database.timing.handover_retry
         _ = yield from send(database, statement, {"channel": channel, "message": message.text()}, until, resend=True)
@@ -266,7 +266,7 @@ def call(database: Database, channel: str, message: Message) -> Steps[None]:
 
 def accept(database: Database, request: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
     """The tenure of a waiter's owner token, now with a whole lease; None if it was not granted the key."""
-    sent, rows = yield from send(database, database.dialect.queue.accept, request, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.accept, request, until, resend=True)
     return Grant(tenure_of(request, rows), sent, float(request["ttl"]), ticket) if rows else None
 
 
@@ -276,7 +276,7 @@ def adopt_place(database: Database, request: Parameters, owner: str, until: floa
     Then `owner` may have been granted the key. Sent once: after a lost answer the flow joins the queue.
     """
     parameters: Parameters = {**request, "heir": request["owner"], "owner": owner}
-    _, rows = yield from send(database, database.dialect.queue.adopt_place, parameters, until)
+    _, rows = yield from send(database, database.dialect.adopt_place, parameters, until)
     return bool(rows)
 
 
@@ -284,7 +284,7 @@ def clear(database: Database, key: str, last: int) -> Steps[None]:
     """Clear a queue without live waiters, unless a waiter has joined after ticket `last`."""
     parameters: Parameters = {"key": key, "last": last}
     until = database.now() + database.timing.handover_retry
-    _ = yield from send(database, database.dialect.queue.clear, parameters, until, resend=True)
+    _ = yield from send(database, database.dialect.clear, parameters, until, resend=True)
 
 
 def leave_queue(database: Database, owners: Sequence[str], seconds: float | None = None) -> Steps[int]:
@@ -295,7 +295,7 @@ def leave_queue(database: Database, owners: Sequence[str], seconds: float | None
     try:
         until = database.now() + (database.timing.undo_timeout if seconds is None else seconds)
         parameters: Parameters = {"owners": Masked(json.dumps(list(owners)))}
-        _, rows = yield from send(database, database.dialect.queue.leave_queue, parameters, until, resend=True)
+        _, rows = yield from send(database, database.dialect.leave_queue, parameters, until, resend=True)
     except LockStoreError:
         return 0
     return len(rows)
@@ -305,7 +305,7 @@ def heartbeat(database: Database, places: Sequence[Place], until: float) -> Step
     """Extend many places; those that the answer names are trusted from this sending."""
     owners = Masked(json.dumps([place.owner for place in places]))
     parameters: Parameters = {"owners": owners, "waiter_ttl": database.timing.waiter_ttl}
-    sent, rows = yield from send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.heartbeat, parameters, until, resend=True)
     named = {row[0] for row in rows if row}  # MySQL only counts: all of them, or it is not known which
     for place in places:
         if place.owner in named or (not named and len(rows) == len(places)):

@@ -31,7 +31,7 @@ def reap(database: Database, retention: float) -> Steps[Reaped]:
     """Delete the rows that have been free or expired for longer than `retention` seconds, and places as old."""
     dialect = database.dialect
     locks = yield from _tidy(database, dialect.stale, dialect.reap, retention)
-    places = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, retention)
+    places = yield from _tidy(database, dialect.dead, dialect.forget, retention)
     return Reaped(locks, places)
 
 

@@ -26,7 +26,8 @@ from dblock.core.errors import (
 from dblock.core.latency import Latency
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Execute, Parameters, Rows, Runner, Steps, sleep
-from dblock.core.statements.base import Dialect, Statement, WhenLocked
+from dblock.core.statements.base import Statement, WhenLocked
+from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import QUARANTINE
 

@@ -88,7 +88,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason, StoreUnanswered
 from dblock.core.log import warn
@@ -108,32 +108,26 @@ find_pins: Callable[[Database, Collection[str], float], Steps[dict[str, Pinned]]
 """
 
 
-class Unresolved(StoreUnanswered):
-    """A take was sent and not answered, and the row does not show it: it may yet be executed."""
-
-
 def begin(database: Database, statement: Statement, request: Parameters, until: float) -> Steps[Grant | None]:
     """Begin a tenure with the statement `take` (a row without a holder) or `create` (a key without a row).
 
     `request` has the columns of the row: key, owner, ttl, life (ttl + grace), label and the flow's description; the
     owner token is of this attempt alone. None if the key is held or pinned, or if there is no row to take, or already
-    one to create. `until` is the local time after which conflicts are not retried. Raises Unresolved when the answer
-    was lost for good.
+    one to create. `until` is the local time after which conflicts are not retried. Raises StoreUnanswered if the answer
+    was lost, and the row does not show the tenure: the statement may yet be executed.
     """
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.store, database.dialect.tick)
     sent = database.now()
     try:
         sent, rows = yield from send(database, statement, request, until)
-    except StoreUnanswered as error:
+    except StoreUnanswered:
         try:
-            sent, rows = yield from send(database, database.dialect.queue.accept, request, until, resend=True)
+            sent, rows = yield from send(database, database.dialect.accept, request, until, resend=True)
         except LockStoreError:
             rows = []
         if not rows:
-            unresolved = Unresolved(str(error), key=str(request["key"]))
-            unresolved.late = error.late
-            raise unresolved from error.__cause__
+            raise
     if not rows:
         return None
     return Grant(tenure_of(request, rows), sent, float(request["ttl"]))
@@ -287,22 +281,19 @@ def detach(database: Database, tenure: Tenure, secret: str, life: float) -> Step
     return bool(rows)
 
 
-class Left(NamedTuple):
-    """Result of a release."""
+def release(
+    database: Database, tenure: Tenure, min_hold: float = 0.0, until: float | None = None
+) -> Steps[tuple[bool, int]]:
+    """End a tenure; its key is free after `min_hold` seconds of it. Not after the local time `until`, if given.
 
-    in_time: bool
-    """Whether the tenure existed."""
-    waiting: int = 0
-    """The first ticket of flows that may be waiting for the key, which has to be granted next; 0 for none."""
-
-
-def release(database: Database, tenure: Tenure, min_hold: float = 0.0, until: float | None = None) -> Steps[Left]:
-    """End a tenure; its key is free after `min_hold` seconds of it. Not after the local time `until`, if given."""
+    Returns whether the tenure existed; and the first ticket of flows that may be waiting for the key, which has to be
+    granted next, 0 for none.
+    """
     parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
     until = database.now() + database.timing.retry_budget if until is None else until
     rows, again = yield from send_twice(database, database.dialect.release, parameters, until)
     # If it was sent again, it may find nothing because the first sending has succeeded.
-    return Left(True, int(rows[0][0])) if rows else Left(again)
+    return (True, int(rows[0][0])) if rows else (again, 0)
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:

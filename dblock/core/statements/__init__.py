@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dblock.core.errors import UnsupportedDatabase
-from dblock.core.statements.base import Dialect, Tables
+from dblock.core.statements.base import Tables
+
+if TYPE_CHECKING:
+    from dblock.core.statements.dialect import Dialect
 
 
-class _Dialects(Mapping[str, Dialect]):
+class _Dialects(Mapping[str, "Dialect"]):
     """The dialects; each is imported when first needed."""
 
     _homes: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}

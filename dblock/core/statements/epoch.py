@@ -43,13 +43,29 @@ Rule: a server names itself; no client says which server it believes to be on.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
-from dblock.core.statements.base import CLUSTER, Epochs, Reply, Statement
+from dblock.core.statements.base import CLUSTER, Reply, Statement
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MARGIN
 
 _COLUMNS: Final = "id, server, history, since, opens_at, floor"
+
+
+class Epochs(NamedTuple):
+    """The statements on the row of `lock_epoch`."""
+
+    first: Statement
+    """Write the row of tables that were made a moment ago."""
+    status: Statement
+    """Read the row -> whether this server wrote it, seconds since it was first found, seconds until keys open (0 or
+    less if they are open), floor; nothing if there is no row."""
+    begin: Statement
+    """Write the row, unless this server wrote it: keys are closed for `seconds`, unless it has only restarted."""
+    end: Statement
+    """Open the keys now, if this server wrote the row -> one row."""
+    close: Statement
+    """Close the keys for `seconds`, as for a server that is another one than the last."""
 
 
 def _history(words: Vocabulary) -> str:

@@ -37,21 +37,12 @@ served.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
-from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked, causes
-from dblock.core.statements.common import (
-    REVOKED,
-    STEP,
-    TENURE,
-    WAITER,
-    dialect,
-    hand_over_local,
-    queue,
-    tables,
-)
-from dblock.core.statements.shares import no_writer_waits, shares
+from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, causes
+from dblock.core.statements.common import REVOKED, STEP, TENURE, WAITER, WHO
+from dblock.core.statements.dialect import Dialect
+from dblock.core.statements.shares import no_writer_waits
 from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
@@ -155,225 +146,13 @@ _DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
     number bigint PATH '$.fence'"""
 _OF_DUE: Final = f"""
     ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
-
-# Safe: the primary key admits one; a loser gets 1062, which means "another one was faster". Not INSERT IGNORE (it hides
-# other errors too) and not ON DUPLICATE KEY UPDATE (it locks exclusively and its row count is ambiguous). The row is
-# missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began earlier. It
-# does not wait for a gap that another transaction has locked either (as a pin does, next to a row that was just
-# deleted).
-CREATE: Final = Statement(
-    "create",
-    f"""
-{SQL.at_once}INSERT INTO locks ({TENURE})
-SELECT :key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-       :label, :host, :pid, :thread, :program, :task, :kind, :reading
-FROM DUAL WHERE TRUE {SQL.is_open("")}
-""",
-    Reply.NUMBER,
-    priority=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
-# up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
-# statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
-RENEW: Final = Statement(
-    "renew",
-    f"""
-{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life, not_notified FROM */
-JSON_TABLE(:leases, '$[*]' COLUMNS (
-    {_DUE},
-    life double PATH '$.life',
-    not_notified integer PATH '$.not_notified'
-)) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
-    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
-    AND (revoked_fence <> fence OR not_notified = 0)
-SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
-""",
-    Reply.COUNT,
-    priority=True,
-    critical=True,
-    row_locked=WhenLocked.RAISE,
-)
-
-# Safe: reads only, without locks.
-ALIVE: Final = Statement(
-    "alive",
-    f"""
-SELECT lock_key, owner, fence, {REVOKED}
-FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
-""",
-    Reply.ROWS,
-    priority=True,
-    critical=True,
-    owners=(1,),
-)
-
-# Runs in the caller's transaction, and lasts as long. Safe: no take can begin a tenure until then; the pin waits for a
-# take that is under way, and the read of the row that follows sees its result. The inner SELECT is not a locking one
-# and reads by the transaction's snapshot, or makes it if there is none yet. A snapshot that shows the tenure also shows
-# what was committed under earlier pins, since the take needed them gone; one that does not show it is older. Under
-# SERIALIZABLE all reads of a transaction lock and none goes by a snapshot: the row is not read, because that would keep
-# it from being renewed. (The variable is the session's level; SET TRANSACTION for one transaction does not show in it.)
-# Not for XA: MariaDB drops the lock at PREPARE, and after a crash both restore a prepared transaction without it.
-PIN: Final = Statement(
-    "pin",
-    """
-SELECT /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ = 'SERIALIZABLE' OR EXISTS (
-    SELECT 1 FROM locks AS seen WHERE seen.lock_key = :key AND seen.fence = :fence
-        AND /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ <> 'SERIALIZABLE')
-FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
-""",
-    Reply.ROWS,
-)
-
-# Safe: reads only, without locks. Servers that know nothing of Galera have no such variable.
-LOCATE: Final = Statement(
-    "locate",
-    """
-SELECT DATABASE(),
-       (SELECT COUNT(*) FROM /*M! information_schema */ /*!80017 performance_schema */ .global_variables
-        WHERE variable_name = 'wsrep_on' AND variable_value = 'ON')
-""",
-    Reply.ROWS,
-)
-
-# Safe: a row of its own. Two flows that join in the same microsecond may get one ticket: the later gets 1062 and tries
-# again.
-JOIN: Final = Statement(
-    "join",
-    f"""
-{SQL.at_once}INSERT INTO lock_waiters ({WAITER})
-SELECT :owner, lock_key, {SQL.remember(f"GREATEST(last_ticket + 1, {SQL.micros})")},
-       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, {SQL.now}, {SQL.after(":waiter_ttl")}
-FROM locks WHERE lock_key = :key AND kind = :kind /*!80017 FOR SHARE NOWAIT */
-""",
-    Reply.NUMBER,
-)
-
-# Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released, and no
-# transaction pins it. The row of a waiter that is leaving is locked, and not waited for; a waiter that begins to leave
-# waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the waiter asked for.
-# The place is set to end at its own beginning: no heartbeat began before that, so none takes it for alive, however late
-# it comes to the row. (The assignments of an UPDATE of two tables may be made in any order: none reads what another one
-# sets, since `next` and `place` are the same row, read twice.) MariaDB updates the first of the tables without a
-# temporary one, which takes half the time: there the key's row comes first. Neither database waits for the second row
-# while it has the first.
-GRANT: Final = Statement(
-    "grant",
-    f"""
-{SQL.at_once}UPDATE /*!80017 (
-    SELECT * FROM lock_waiters
-    WHERE owner = :heir AND lock_key = :key AND expires_at > {SQL.now}
-    LIMIT 1 FOR UPDATE NOWAIT
-) AS next
-STRAIGHT_JOIN {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
-/*M! STRAIGHT_JOIN lock_waiters AS next FORCE INDEX (PRIMARY)
-    ON next.owner = :heir AND next.lock_key = :key AND next.expires_at > {SQL.now} */
-STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY) ON place.owner = next.owner
-SET place.expires_at = place.joined_at,
-    locks.owner = next.owner,
-    locks.fence = {SQL.remember(f"GREATEST(locks.fence + {STEP}, {SQL.micros})")},
-    locks.count = 1,
-    locks.reading = next.reading,
-    locks.ttl = next.ttl,
-    locks.acquired_at = {SQL.now},
-    locks.expires_at = LEAST(next.expires_at, {SQL.after("next.ttl")}),
-    locks.label = next.label,
-    locks.host = next.host,
-    locks.pid = next.pid,
-    locks.thread = next.thread,
-    locks.program = next.program,
-    locks.celery_task_id = next.celery_task_id,
-    locks.last_ticket = GREATEST(locks.last_ticket, next.ticket),
-    locks.served_ticket = next.ticket
-WHERE locks.lock_key = :key AND locks.served_ticket < next.ticket
-  AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now}
-       OR (locks.owner = :owner AND locks.fence = :fence))
-  {SQL.is_open()}
-""",
-    Reply.NUMBER,
-    critical=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# The listener. Its session owns a user-level lock with the name of its channel: so every process can find the session
-# until it has ended, and KILL QUERY ends only its sleep. It sends a statement once a second. A session that the network
-# has dropped would keep the name from its successor for hours: the server ends it after `wait_timeout`.
-UNLOGGED: Final = Statement("unlogged", "SET SESSION long_query_time = 3600, wait_timeout = 10", Reply.ROWS)
-LISTEN: Final = Statement("listen", "SELECT GET_LOCK(:channel, :seconds)", Reply.ROWS)
-
-# Safe: the session of that name runs only `sleep_until_killed`. 1094 if no session owns the name, 1095 if another
-# user's does.
-CALL: Final = Statement("call", "KILL QUERY IS_USED_LOCK(:channel)", Reply.ROWS)
-
 _GRANTED: Final = f"""
 FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$[0]', number bigint PATH '$[1]')) AS due
 STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
     ON lock_waiters.lock_key = due.name AND lock_waiters.ticket = due.number
 STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = due.name AND locks.owner = lock_waiters.owner
 """
-# Safe: reads only, without locks. It reads before it sleeps, so that no notification is lost: the grant of one that
-# comes before it begins was committed earlier, so it finds that; one that comes later ends the sleep.
-SLEEP_UNTIL_KILLED: Final = Statement(
-    "sleep_until_killed",
-    f"""
-SELECT lock_waiters.ticket, locks.lock_key {_GRANTED}
-UNION ALL
-SELECT SLEEP(:seconds), '' FROM (SELECT 1) AS once WHERE NOT EXISTS (SELECT 1 {_GRANTED})
-""",
-    Reply.ROWS,
-)
-
 _OWNERS: Final = f"JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {EXACT} PATH '$')) AS due"
-
-# Safe: one row for each waiter, by primary key, which is its own.
-LEAVE_QUEUE: Final = Statement(
-    "leave_queue",
-    f"""
-{SQL.at_once}DELETE lock_waiters FROM {_OWNERS}
-    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
-""",
-    Reply.COUNT,
-    critical=True,
-)
-
-# Safe: shortens nothing and revives none, so it may arrive late and twice. One row for each waiter, by primary key.
-HEARTBEAT: Final = Statement(
-    "heartbeat",
-    f"""
-{SQL.at_once}UPDATE {_OWNERS}
-    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder AND expires_at > {SQL.now}
-SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
-""",
-    Reply.COUNT,
-    priority=True,
-    critical=True,
-)
-
-# Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why), which has to be
-# asked for: under READ COMMITTED an INSERT ... SELECT reads without locks. After a writer's tenure a reader comes
-# through the queue: no statement can lock either way, as the door's row says. (On a Galera cluster a share lock is
-# known to its node alone.)
-READ: Final = Statement(
-    "read",
-    f"""
-{SQL.at_once}INSERT INTO locks ({TENURE})
-SELECT :key, :owner, {SQL.remember("door.fence + 1")}, 1, :ttl, {SQL.now},
-       {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
-FROM locks AS door{SQL.by_key}
-WHERE door.lock_key = :door AND door.kind = :kind
-  AND ((:holder = '' AND door.reading = 1)
-       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
-  AND {no_writer_waits(SQL, "door")}
-  {SQL.is_open("door", also=f"(:holder <> '' OR {SQL.is_latest('door')})")}
-/*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
-""",
-    Reply.NUMBER,
-    priority=True,
-    row_locked=WhenLocked.SKIP,
-)
-
 _MEANINGS: Final = {
     # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
     # dropped; interrupted, by KILL QUERY or a time limit; rolled back by its group, where another member was first.
@@ -397,40 +176,169 @@ _DURING_COMMIT: Final = 1180
 """What a group that has rolled a transaction back may say; it may be a broken disk as well."""
 
 
-def classify(error: BaseException) -> Failure:
-    """By error number (MySQL error reference), the first argument of every driver's exception."""
-    for number, *rest in (each.args for each in causes(error) if each.args):
-        if number == _DURING_COMMIT and "Lock deadlock" in str(rest):
-            return Failure.CONFLICT
-        if number in _MEANINGS:
-            return _MEANINGS[number]
-    lost = any(isinstance(each, OSError) or type(each).__name__ == "InterfaceError" for each in causes(error))
-    return Failure.DISCONNECTED if lost else Failure.OTHER
+class MySQLDialect(Dialect):
+    """The statements for MySQL."""
+
+    name = "mysql"
+    words = SQL
+    quote = "`"
+    pins_prepared = False
+    pins_gaps = True
+
+    @staticmethod
+    def classify(error: BaseException) -> Failure:
+        """By error number (MySQL error reference), the first argument of every driver's exception."""
+        for number, *rest in (each.args for each in causes(error) if each.args):
+            if number == _DURING_COMMIT and "Lock deadlock" in str(rest):
+                return Failure.CONFLICT
+            if number in _MEANINGS:
+                return _MEANINGS[number]
+        lost = any(isinstance(each, OSError) or type(each).__name__ == "InterfaceError" for each in causes(error))
+        return Failure.DISCONNECTED if lost else Failure.OTHER
+
+    # Safe: the primary key admits one; a loser gets 1062, which means "another one was faster". Not INSERT IGNORE (it
+    # hides other errors too) and not ON DUPLICATE KEY UPDATE (it locks exclusively and its row count is ambiguous). The
+    # row is missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began
+    # earlier. It does not wait for a gap that another transaction has locked either (as a pin does, next to a row that
+    # was just deleted).
+    CREATE = f"""
+{SQL.at_once}INSERT INTO locks ({TENURE})
+SELECT :key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
+       :label, :host, :pid, :thread, :program, :task, :kind, :reading
+FROM DUAL WHERE TRUE {SQL.is_open("")}
+"""
+    # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must
+    # look up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
+    # statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
+    RENEW = f"""
+{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life, not_notified FROM */
+JSON_TABLE(:leases, '$[*]' COLUMNS (
+    {_DUE},
+    life double PATH '$.life',
+    not_notified integer PATH '$.not_notified'
+)) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
+    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
+    AND (revoked_fence <> fence OR not_notified = 0)
+SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
+"""
+    # Safe: reads only, without locks.
+    ALIVE = f"""
+SELECT lock_key, owner, fence, {REVOKED}
+FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
+"""
+    # Runs in the caller's transaction, and lasts as long. Safe: no take can begin a tenure until then; the pin waits
+    # for a take that is under way, and the read of the row that follows sees its result. The inner SELECT is not a
+    # locking one and reads by the transaction's snapshot, or makes it if there is none yet. A snapshot that shows the
+    # tenure also shows what was committed under earlier pins, since the take needed them gone; one that does not show
+    # it is older. Under SERIALIZABLE all reads of a transaction lock and none goes by a snapshot: the row is not read,
+    # because that would keep it from being renewed. (The variable is the session's level; SET TRANSACTION for one
+    # transaction does not show in it.) Not for XA: MariaDB drops the lock at PREPARE, and after a crash both restore a
+    # prepared transaction without it.
+    PIN = """
+SELECT /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ = 'SERIALIZABLE' OR EXISTS (
+    SELECT 1 FROM locks AS seen WHERE seen.lock_key = :key AND seen.fence = :fence
+        AND /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ <> 'SERIALIZABLE')
+FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
+"""
+    # Safe: reads only, without locks. Servers that know nothing of Galera have no such variable.
+    LOCATE = """
+SELECT DATABASE(),
+       (SELECT COUNT(*) FROM /*M! information_schema */ /*!80017 performance_schema */ .global_variables
+        WHERE variable_name = 'wsrep_on' AND variable_value = 'ON')
+"""
+    # Safe: a row of its own. Two flows that join in the same microsecond may get one ticket: the later gets 1062 and
+    # tries again.
+    JOIN = f"""
+{SQL.at_once}INSERT INTO lock_waiters ({WAITER})
+SELECT :owner, lock_key, {SQL.remember(f"GREATEST(last_ticket + 1, {SQL.micros})")},
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, {SQL.now}, {SQL.after(":waiter_ttl")}
+FROM locks WHERE lock_key = :key AND kind = :kind /*!80017 FOR SHARE NOWAIT */
+"""
+    # Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released,
+    # and no transaction pins it. The row of a waiter that is leaving is locked, and not waited for; a waiter that
+    # begins to leave waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the
+    # waiter asked for. The place is set to end at its own beginning: no heartbeat began before that, so none takes it
+    # for alive, however late it comes to the row. (The assignments of an UPDATE of two tables may be made in any order:
+    # none reads what another one sets, since `next` and `place` are the same row, read twice.) MariaDB updates the
+    # first of the tables without a temporary one, which takes half the time: there the key's row comes first. Neither
+    # database waits for the second row while it has the first.
+    GRANT = f"""
+{SQL.at_once}UPDATE /*!80017 (
+    SELECT * FROM lock_waiters
+    WHERE owner = :heir AND lock_key = :key AND expires_at > {SQL.now}
+    LIMIT 1 FOR UPDATE NOWAIT
+) AS next
+STRAIGHT_JOIN {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
+/*M! STRAIGHT_JOIN lock_waiters AS next FORCE INDEX (PRIMARY)
+    ON next.owner = :heir AND next.lock_key = :key AND next.expires_at > {SQL.now} */
+STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY) ON place.owner = next.owner
+SET place.expires_at = place.joined_at,
+    locks.owner = next.owner,
+    locks.fence = {SQL.remember(f"GREATEST(locks.fence + {STEP}, {SQL.micros})")},
+    locks.count = 1,
+    locks.reading = next.reading,
+    locks.ttl = next.ttl,
+    locks.acquired_at = {SQL.now},
+    locks.expires_at = LEAST(next.expires_at, {SQL.after("next.ttl")}),
+    {", ".join(f"locks.{name} = next.{name}" for name in WHO.split(", "))},
+    locks.last_ticket = GREATEST(locks.last_ticket, next.ticket),
+    locks.served_ticket = next.ticket
+WHERE locks.lock_key = :key AND locks.served_ticket < next.ticket
+  AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now}
+       OR (locks.owner = :owner AND locks.fence = :fence))
+  {SQL.is_open()}
+"""
+    # The listener. Its session owns a user-level lock with the name of its channel: so every process can find the
+    # session until it has ended, and KILL QUERY ends only its sleep. It sends a statement once a second. A session that
+    # the network has dropped would keep the name from its successor for hours: the server ends it after `wait_timeout`.
+    UNLOGGED = "SET SESSION long_query_time = 3600, wait_timeout = 10"
+    LISTEN = "SELECT GET_LOCK(:channel, :seconds)"
+
+    # Safe: the session of that name runs only `sleep_until_killed`. 1094 if no session owns the name, 1095 if another
+    # user's does.
+    CALL = "KILL QUERY IS_USED_LOCK(:channel)"
+
+    # Safe: reads only, without locks. It reads before it sleeps, so that no notification is lost: the grant of one that
+    # comes before it begins was committed earlier, so it finds that; one that comes later ends the sleep.
+    SLEEP_UNTIL_KILLED = f"""
+SELECT lock_waiters.ticket, locks.lock_key {_GRANTED}
+UNION ALL
+SELECT SLEEP(:seconds), '' FROM (SELECT 1) AS once WHERE NOT EXISTS (SELECT 1 {_GRANTED})
+"""
+    # Safe: one row for each waiter, by primary key, which is its own.
+    LEAVE_QUEUE = f"""
+{SQL.at_once}DELETE lock_waiters FROM {_OWNERS}
+    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
+"""
+    # Safe: shortens nothing and revives none, so it may arrive late and twice. One row for each waiter, by primary key.
+    HEARTBEAT = f"""
+{SQL.at_once}UPDATE {_OWNERS}
+    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder AND expires_at > {SQL.now}
+SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
+"""
+    # Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why), which has to
+    # be asked for: under READ COMMITTED an INSERT ... SELECT reads without locks. After a writer's tenure a reader
+    # comes through the queue: no statement can lock either way, as the door's row says. (On a Galera cluster a share
+    # lock is known to its node alone.)
+    READ = f"""
+{SQL.at_once}INSERT INTO locks ({TENURE})
+SELECT :key, :owner, {SQL.remember("door.fence + 1")}, 1, :ttl, {SQL.now},
+       {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
+FROM locks AS door{SQL.by_key}
+WHERE door.lock_key = :door AND door.kind = :kind
+  AND ((:holder = '' AND door.reading = 1)
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
+  AND {no_writer_waits(SQL, "door")}
+  {SQL.is_open("door", also=f"(:holder <> '' OR {SQL.is_latest('door')})")}
+/*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
+"""
 
 
-DIALECT: Final = dialect(
-    SQL,
-    name="mysql",
-    classify=classify,
-    create=CREATE,
-    renew=RENEW,
-    alive=ALIVE,
-    pin=PIN,
-    locate=LOCATE,
-    queue=queue(
-        SQL,
-        join=JOIN,
-        grant=GRANT,
-        hand_over_local=hand_over_local(SQL),
-        leave_queue=LEAVE_QUEUE,
-        heartbeat=HEARTBEAT,
-        call=CALL,
-        sleep_until_killed=SLEEP_UNTIL_KILLED,
-        unlogged=UNLOGGED,
-        listen=LISTEN,
-    ),
-    shares=shares(SQL, read=READ, pins_gaps=True),
-    pins_prepared=False,
-    quote="`",
-)
-MARIADB: Final = replace(DIALECT, ddl=tables(MySQL(COLLATIONS["mariadb"])))
+class MariaDBDialect(MySQLDialect):
+    """The same for MariaDB, but for the collation of its tables."""
+
+    words = MySQL(COLLATIONS["mariadb"])
+
+
+DIALECT: Final = MySQLDialect()
+MARIADB: Final = MariaDBDialect()

@@ -22,11 +22,9 @@ exclusively, and does not wait for it. Its number is a 64 bit hash of the key an
 look busy for as long as the other one is pinned.
 
 Row locks are taken in one order, so that no two statements can deadlock: a waiter's row first, then the key's row.
-(`join` inserts a row that no other transaction sees yet.) Of the queue's statements `grant` and `accept` are durable,
-since the heir relies on them; and `heartbeat`: the heir trusts its tenure for as long as its place, and a crash that
-undid a heartbeat would let the row expire before that. A `join` that a crash undoes is never granted the key: the row
-that a durable grant reads was durable with it at the latest. The other statements can lose at most a place in the
-queue.
+(`join` inserts a row that no other transaction sees yet.) A `join` that a crash undoes is never granted the key: the
+row that a durable grant reads was durable with it at the latest. The other asynchronous statements of the queue can
+lose at most a place in it.
 """
 
 from __future__ import annotations
@@ -34,19 +32,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked, causes
-from dblock.core.statements.common import (
-    REVOKED,
-    STEP,
-    TENURE,
-    WAITER,
-    WHO,
-    begun,
-    dialect,
-    ours_to_hand_over,
-    queue,
-)
-from dblock.core.statements.shares import AWAITED, no_writer_waits, shares
+from dblock.core.statements.base import Failure, causes
+from dblock.core.statements.common import REVOKED, STEP, TENURE, THEIRS, WAITER, WHO, begun, ours_to_hand_over
+from dblock.core.statements.dialect import Dialect
+from dblock.core.statements.shares import AWAITED, no_writer_waits
 from dblock.core.statements.vocabulary import Vocabulary
 
 
@@ -113,9 +102,9 @@ class PostgreSQL(Vocabulary):
         return f""", LATERAL (
         SELECT * FROM lock_waiters WHERE owner >= {flow} AND owner < {flow} || 'g' ORDER BY owner LIMIT 16) AS waiter"""
 
-    def of_listed(self, column: str, names: str, condition: str) -> str:
+    def of_listed(self, condition: str) -> str:
         # A sequential scan might come to the condition first, and try the locks of other keys.
-        return f"{column} = ANY (ARRAY(SELECT json_array_elements_text(CAST({names} AS json)))) AND ({condition})"
+        return f"lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names AS json)))) AND ({condition})"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         listed = "json_array_elements_text(CAST(:names AS json)) AS due (name)"
@@ -136,122 +125,7 @@ _DUE: Final = (
     "json_to_recordset(CAST(:leases AS json))"
     " AS due (key text, owner text, fence bigint, life double precision, not_notified integer)"
 )
-
-# Safe: DO NOTHING neither locks nor writes when the key exists; and a pin outlasts the row that it was for. Durable, as
-# the take. The row is missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that
-# began before it was deleted.
-CREATE: Final = Statement(
-    "create",
-    f"""
-INSERT INTO locks ({TENURE})
-SELECT CAST(:key AS text), :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-       :label, :host, CAST(:pid AS integer), :thread, :program, :task,
-       CAST(:kind AS integer), CAST(:reading AS integer)
-WHERE pg_try_advisory_xact_lock({SQL.pin(_KEY)})
-  {SQL.is_open("")} {SQL.durable}
-ON CONFLICT (lock_key) DO NOTHING
-RETURNING fence
-""",
-    Reply.ROWS,
-    priority=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
-# statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
-RENEW: Final = Statement(
-    "renew",
-    f"""
-UPDATE locks SET expires_at = greatest(expires_at, {SQL.after("due.life")})
-FROM {_DUE}
-WHERE {SQL.looked_up("lock_key", "due.key")}
-  AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > {SQL.now}
-  AND (revoked_fence <> locks.fence OR not_notified = 0)
-  {SQL.durable}
-""",
-    Reply.COUNT,
-    priority=True,
-    critical=True,
-    row_locked=WhenLocked.RAISE,
-)
-
-# Safe: reads only.
-ALIVE: Final = Statement(
-    "alive",
-    f"""
-SELECT lock_key, locks.owner, locks.fence, {REVOKED}
-FROM {_DUE}
-JOIN locks ON {SQL.looked_up("lock_key", "due.key")} AND locks.owner = due.owner AND locks.fence = due.fence
-WHERE expires_at > {SQL.now}
-""",
-    Reply.ROWS,
-    priority=True,
-    critical=True,
-    owners=(1,),
-)
-
-# Runs in the caller's transaction, and lasts as long. Safe: no take can begin a tenure until then; the pin waits for a
-# take that is under way, and the read of the row that follows sees its result. A snapshot that shows the tenure also
-# shows what was committed under earlier pins, since the take needed them gone; one that does not show it is older.
-# (Under SERIALIZABLE that is a read like any other: where the server makes every transaction serializable, the lock's
-# own included, a renewal counts among the conflicts.)
-PIN: Final = Statement(
-    "pin",
-    f"""
-SELECT EXISTS (SELECT 1 FROM locks WHERE lock_key = :key AND fence = :fence)
-FROM pg_advisory_xact_lock_shared({SQL.pin(_KEY)})
-""",
-    Reply.ROWS,
-)
-
-# Safe: reads only.
-LOCATE: Final = Statement(
-    "locate",
-    """
-SELECT nspname, 0
-FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-WHERE pg_class.oid = CAST('locks' AS regclass)
-""",
-    Reply.ROWS,
-)
-
-# Safe: the ticket is assigned under the lock on the key's row, so a later ticket is a later place, and both become
-# visible at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter, and
-# reads again. For the same reason the waiter need not poll: if the key is held now, its release will see the ticket.
-JOIN: Final = Statement(
-    "join",
-    f"""
-WITH announced AS (
-    UPDATE locks SET last_ticket = greatest(last_ticket + 1, {SQL.micros})
-    WHERE lock_key = :key AND kind = CAST(:kind AS integer) {SQL.asynchronous}
-    RETURNING last_ticket, served_ticket,
-              CASE WHEN owner IS NULL THEN least(expires_at, {SQL.now}) ELSE expires_at END AS held_until
-), joined AS (
-    INSERT INTO lock_waiters ({WAITER})
-    SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
-           CAST(:reading AS integer), {SQL.now}, {SQL.after(":waiter_ttl")}
-    FROM announced
-)
-SELECT last_ticket, {SQL.until("held_until")}, served_ticket + 1 FROM announced
-""",
-    Reply.ROWS,
-)
-
-# Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released, and no
-# transaction pins it. The waiter's row is locked first, and deleted by the same transaction: a waiter that is leaving
-# is passed over, one that begins to leave waits and then finds its tenure, and a later heartbeat finds no place to
-# extend. (By its ticket: the statement sees the row as of its beginning, and another flow of the same process may have
-# adopted it since, under another token.) The lease ends with the place, and is no longer than the waiter asked for.
-#
-# Durable, since the heir relies on it as soon as it is notified, by the notification of the database too, which is sent
-# after the commit; or *covered*, and then asynchronous: the new lease ends no later than that of the tenure that is
-# handed over (it is cut to that), so that whatever a crash undoes, the key stays closed for as long as the heir trusts
-# its lease. Then the database notifies no waiter (the releaser does, once it has the answer), and the fence comes from
-# the clock, which a crash does not set back. A reader's tenure, beside which other readers enter, covers no
-# writer's. At least three quarters of the heir's full lease must be covered: so one durable grant in many renews the
-# lease that covers the others. Not where commits wait for standbys: a statement that
-# was ended while it waited has committed rows that the standbys may lack. There a notification carries no proof either,
-# and the heir polls, and accepts.
+_OWNERS: Final = "json_array_elements_text(CAST(:owners AS json)) AS due (holder)"
 _FREE: Final = SQL.unpinned(
     f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
     " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
@@ -275,146 +149,10 @@ _LASTS: Final = "CAST(floor(extract(epoch FROM locks.expires_at - next.joined_at
 _PROOF: Final = f"""CASE WHEN {_ALONE}
     THEN encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex') ELSE '-' END"""
 """As `dblock.core.protocol.queue.proof` has it."""
-GRANT: Final = Statement(
-    "grant",
-    f"""
-WITH next AS MATERIALIZED (
-    SELECT owner, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at
-    FROM lock_waiters
-    WHERE lock_key = :key AND ticket >= CAST(:first AS bigint) AND expires_at > {SQL.now}
-      {SQL.bounded}
-    ORDER BY ticket LIMIT 1 FOR UPDATE
-), granted AS (
-    UPDATE locks SET
-        owner = next.owner,
-        fence = greatest(locks.fence + {STEP}, {SQL.micros}),
-        count = 1,
-        reading = next.reading,
-        ttl = next.ttl,
-        acquired_at = {SQL.now},
-        expires_at = least({_ENDS}, CASE WHEN {_ASYNCHRONOUS} THEN locks.expires_at END),
-        label = next.label,
-        host = next.host,
-        pid = next.pid,
-        thread = next.thread,
-        program = next.program,
-        celery_task_id = next.celery_task_id,
-        last_ticket = greatest(last_ticket, next.ticket),
-        served_ticket = next.ticket
-    FROM next
-    WHERE locks.lock_key = :key AND served_ticket < next.ticket
-      AND {_FREE}
-      {SQL.is_open()}
-      AND CASE WHEN locks.fence < {SQL.micros} AND {_COVERED}
-               THEN {SQL.asynchronously} ELSE {SQL.durably} END
-    RETURNING next.ticket, next.channel, next.owner, locks.fence,
-              CASE WHEN {_ASYNCHRONOUS} THEN {_LASTS} ELSE 0 END AS lasts
-), gone AS (
-    DELETE FROM lock_waiters WHERE lock_key = :key AND ticket = (SELECT ticket FROM granted)
-)
-SELECT ticket, channel, owner, fence, lasts,
-       CASE WHEN {_IN_REACH} OR {_STRANGE} THEN NULL
-            ELSE CAST(pg_notify(split_part(channel, '.', 1),
-                                concat_ws(' ', ticket, fence, lasts, {_PROOF}, :key)) AS text) END
-FROM granted
-""",
-    Reply.ROWS,
-    critical=True,
-    row_locked=WhenLocked.SKIP,
-    owners=(2,),
-)
-
-# Safe: a release and a take in one (`common.hand_over_local`). Durable; or covered, as a grant may be, and for the same
-# reasons, if the heir's watchdog will make the lease whole (`covers`). The
-# database notifies no waiter: the holder notifies the heir, which is in its process, once it has the answer.
 _LEFT: Final = f"locks.expires_at - {SQL.now}"
 _LEFT_MS: Final = f"greatest(CAST(floor(extract(epoch FROM {_LEFT}) * 1000) AS bigint), 1)"
 """The rest of the lease in whole milliseconds, at least 1, as 0 means that the hand-over was not covered."""
 _RELAYED_UNTIL: Final = f"least({SQL.after(':life')}, CASE WHEN {_ASYNCHRONOUS} THEN expires_at END)"
-HAND_OVER_LOCAL: Final = Statement(
-    "hand_over_local",
-    f"""
-UPDATE locks SET
-    owner = :heir,{begun(SQL, count=" count = 1,", expires_at=_RELAYED_UNTIL)}
-WHERE {ours_to_hand_over(SQL)}
-  AND CASE WHEN fence < {SQL.micros}
-            AND CAST(:covers AS integer) = 1 AND {_ALONE}
-            AND reading <= CAST(:reading AS integer)
-            AND {_LEFT} >= make_interval(secs => :life) * 0.75
-           THEN {SQL.asynchronously} ELSE {SQL.durably} END
-  {SQL.bounded}
-RETURNING fence, CASE WHEN {_ASYNCHRONOUS} THEN {_LEFT_MS} ELSE 0 END
-""",
-    Reply.ROWS,
-    critical=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# Safe: changes nothing.
-CALL: Final = Statement(
-    "call",
-    "SELECT CAST(pg_notify(:channel, CAST(:message AS text)) AS text)",
-    Reply.ROWS,
-)
-
-_OWNERS: Final = "json_array_elements_text(CAST(:owners AS json)) AS due (holder)"
-
-# Safe: one row for each waiter, by primary key, which is its own.
-LEAVE_QUEUE: Final = Statement(
-    "leave_queue",
-    f"DELETE FROM lock_waiters USING {_OWNERS} WHERE {SQL.looked_up('owner', 'due.holder')} {SQL.asynchronous}",
-    Reply.COUNT,
-    critical=True,
-)
-
-# Safe: shortens nothing and revives none, so it may arrive late and twice. Durable: a place that its answer names is
-# trusted to last, by the heir that is granted the key there.
-HEARTBEAT: Final = Statement(
-    "heartbeat",
-    f"""
-UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":waiter_ttl")})
-FROM {_OWNERS}
-WHERE {SQL.looked_up("owner", "due.holder")} AND expires_at > {SQL.now} {SQL.durable}
-RETURNING owner
-""",
-    Reply.ROWS,
-    priority=True,
-    critical=True,
-    owners=(0,),
-)
-
-# Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why). After a writer's
-# tenure the reader needs the door unpinned, as a take does; it tries the same advisory lock, and a reader that is
-# refused for another one's try comes through the queue; so does one that finds a writer's lease over, since a renewal
-# that is waiting for this lock decided before. Durable: the reader relies on the answer.
-READ: Final = Statement(
-    "read",
-    f"""
-WITH door AS MATERIALIZED (
-    SELECT fence FROM locks
-    WHERE lock_key = :door AND kind = CAST(:kind AS integer)
-      AND CASE WHEN CAST(:holder AS text) <> ''
-                    THEN owner = :holder AND fence = CAST(:holders_fence AS bigint) AND expires_at > {SQL.now}
-               WHEN reading = 1 THEN true
-               ELSE {SQL.unpinned("owner IS NULL")} END
-      AND {no_writer_waits(SQL, "locks")}
-      {SQL.is_open(also=f"(CAST(:holder AS text) <> '' OR {SQL.is_latest('locks')})")} {SQL.durable}
-    FOR SHARE
-)
-INSERT INTO locks ({TENURE})
-SELECT CAST(:key AS text), :owner, door.fence + 1, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-       :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1
-FROM door
-ON CONFLICT (lock_key) DO NOTHING
-RETURNING fence
-""",
-    Reply.ROWS,
-    priority=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# Safe: each names the tenure, so it may arrive late and twice. The share lock on the door's row makes it wait for a
-# holder that is just saying that it waits; one that says so later looks for shares after this has been committed.
 _DOOR: Final = f"""
 WITH door AS MATERIALIZED (
     SELECT {AWAITED.format("locks")} AS channel, fence FROM locks WHERE lock_key = :door {SQL.asynchronous} FOR SHARE
@@ -423,24 +161,6 @@ _ANSWER: Final = """    RETURNING 1
 )
 SELECT door.channel, door.fence FROM gone LEFT JOIN door ON true
 """
-LEAVE_READ: Final = Statement(
-    "leave_read",
-    f"""{_DOOR}
-    DELETE FROM locks WHERE lock_key = :key AND owner = :owner AND fence = CAST(:fence AS bigint) {SQL.asynchronous}
-{_ANSWER}""",
-    Reply.ROWS,
-    critical=True,
-)
-LEAVE_SLOT: Final = Statement(
-    "leave_slot",
-    f"""{_DOOR}
-    UPDATE locks SET owner = NULL, count = 0, expires_at = {SQL.now}
-    WHERE lock_key = :key AND owner = :owner AND fence = CAST(:fence AS bigint) {SQL.asynchronous}
-{_ANSWER}""",
-    Reply.ROWS,
-    critical=True,
-)
-
 _MEANINGS: Final = {
     # Serialization failure, deadlock; cancelled, by statement_timeout or an administrator.
     **dict.fromkeys(("40001", "40P01", "57014"), Failure.CONFLICT),
@@ -460,38 +180,203 @@ _CLIENT_LOST = frozenset(
 )
 
 
-def classify(error: BaseException) -> Failure:
-    """By SQLSTATE (PostgreSQL manual, appendix A), which every driver reports in its own attribute."""
-    states = (getattr(each, "sqlstate", None) or getattr(each, "pgcode", None) for each in causes(error))
-    state = next(filter(None, states), None)
-    if state in _MEANINGS:
-        return _MEANINGS[state]
-    if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
-        lost = any(isinstance(each, OSError) or type(each).__name__ in _CLIENT_LOST for each in causes(error))
-        return Failure.DISCONNECTED if lost else Failure.OTHER
-    return Failure.DISCONNECTED if state.startswith(_LOST) else Failure.OTHER
+class PostgreSQLDialect(Dialect):
+    """The statements for PostgreSQL."""
 
+    name = "postgresql"
+    words = SQL
+    join_answers = grant_answers = grant_leaves = True
 
-DIALECT: Final = dialect(
-    SQL,
-    name="postgresql",
-    classify=classify,
-    create=CREATE,
-    renew=RENEW,
-    alive=ALIVE,
-    pin=PIN,
-    locate=LOCATE,
-    queue=queue(
-        SQL,
-        join=JOIN,
-        grant=GRANT,
-        hand_over_local=HAND_OVER_LOCAL,
-        leave_queue=LEAVE_QUEUE,
-        heartbeat=HEARTBEAT,
-        call=CALL,
-        join_answers=True,
-        grant_answers=True,
-        grant_leaves=True,
-    ),
-    shares=shares(SQL, read=READ, leave_read=LEAVE_READ, leave_slot=LEAVE_SLOT, leaving_answers=True),
+    @staticmethod
+    def classify(error: BaseException) -> Failure:
+        """By SQLSTATE (PostgreSQL manual, appendix A), which every driver reports in its own attribute."""
+        states = (getattr(each, "sqlstate", None) or getattr(each, "pgcode", None) for each in causes(error))
+        state = next(filter(None, states), None)
+        if state in _MEANINGS:
+            return _MEANINGS[state]
+        if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
+            lost = any(isinstance(each, OSError) or type(each).__name__ in _CLIENT_LOST for each in causes(error))
+            return Failure.DISCONNECTED if lost else Failure.OTHER
+        return Failure.DISCONNECTED if state.startswith(_LOST) else Failure.OTHER
+
+    # Safe: DO NOTHING neither locks nor writes when the key exists; and a pin outlasts the row that it was for.
+    # Durable, as the take. The row is missing, so the fence starts at the clock; it exceeds every fence of a deleted
+    # row, because that began before it was deleted.
+    CREATE = f"""
+INSERT INTO locks ({TENURE})
+SELECT CAST(:key AS text), :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
+       :label, :host, CAST(:pid AS integer), :thread, :program, :task,
+       CAST(:kind AS integer), CAST(:reading AS integer)
+WHERE pg_try_advisory_xact_lock({SQL.pin(_KEY)})
+  {SQL.is_open("")} {SQL.durable}
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence
+"""
+    # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for
+    # the statement; no other statement locks two rows of one process's holds. Durable: the longer leases are relied on.
+    RENEW = f"""
+UPDATE locks SET expires_at = greatest(expires_at, {SQL.after("due.life")})
+FROM {_DUE}
+WHERE {SQL.looked_up("lock_key", "due.key")}
+  AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > {SQL.now}
+  AND (revoked_fence <> locks.fence OR not_notified = 0)
+  {SQL.durable}
+"""
+    # Safe: reads only.
+    ALIVE = f"""
+SELECT lock_key, locks.owner, locks.fence, {REVOKED}
+FROM {_DUE}
+JOIN locks ON {SQL.looked_up("lock_key", "due.key")} AND locks.owner = due.owner AND locks.fence = due.fence
+WHERE expires_at > {SQL.now}
+"""
+    # Runs in the caller's transaction, and lasts as long. Safe: no take can begin a tenure until then; the pin waits
+    # for a take that is under way, and the read of the row that follows sees its result. A snapshot that shows the
+    # tenure also shows what was committed under earlier pins, since the take needed them gone; one that does not show
+    # it is older. (Under SERIALIZABLE that is a read like any other: where the server makes every transaction
+    # serializable, the lock's own included, a renewal counts among the conflicts.)
+    PIN = f"""
+SELECT EXISTS (SELECT 1 FROM locks WHERE lock_key = :key AND fence = :fence)
+FROM pg_advisory_xact_lock_shared({SQL.pin(_KEY)})
+"""
+    # Safe: reads only.
+    LOCATE = """
+SELECT nspname, 0
+FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+WHERE pg_class.oid = CAST('locks' AS regclass)
+"""
+    # Safe: the ticket is assigned under the lock on the key's row, so a later ticket is a later place, and both become
+    # visible at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter,
+    # and reads again. For the same reason the waiter need not poll: if the key is held now, its release will see the
+    # ticket.
+    JOIN = f"""
+WITH announced AS (
+    UPDATE locks SET last_ticket = greatest(last_ticket + 1, {SQL.micros})
+    WHERE lock_key = :key AND kind = CAST(:kind AS integer) {SQL.asynchronous}
+    RETURNING last_ticket, served_ticket,
+              CASE WHEN owner IS NULL THEN least(expires_at, {SQL.now}) ELSE expires_at END AS held_until
+), joined AS (
+    INSERT INTO lock_waiters ({WAITER})
+    SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
+           CAST(:reading AS integer), {SQL.now}, {SQL.after(":waiter_ttl")}
+    FROM announced
 )
+SELECT last_ticket, {SQL.until("held_until")}, served_ticket + 1 FROM announced
+"""
+    # Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released,
+    # and no transaction pins it. The waiter's row is locked first, and deleted by the same transaction: a waiter that
+    # is leaving is passed over, one that begins to leave waits and then finds its tenure, and a later heartbeat finds
+    # no place to extend. (By its ticket: the statement sees the row as of its beginning, and another flow of the same
+    # process may have adopted it since, under another token.) The lease ends with the place, and is no longer than the
+    # waiter asked for.
+    #
+    # Durable, since the heir relies on it as soon as it is notified, by the notification of the database too, which is
+    # sent after the commit; or *covered*, and then asynchronous: the new lease ends no later than that of the tenure
+    # that is handed over (it is cut to that), so that whatever a crash undoes, the key stays closed for as long as the
+    # heir trusts its lease. Then the database notifies no waiter (the releaser does, once it has the answer), and the
+    # fence comes from the clock, which a crash does not set back. A reader's tenure, beside which other readers enter,
+    # covers no writer's. At least three quarters of the heir's full lease must be covered: so one durable grant in many
+    # renews the lease that covers the others. Not where commits wait for standbys: a statement that was ended while it
+    # waited has committed rows that the standbys may lack. There a notification carries no proof either, and the heir
+    # polls, and accepts.
+    GRANT = f"""
+WITH next AS MATERIALIZED (
+    SELECT owner, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at
+    FROM lock_waiters
+    WHERE lock_key = :key AND ticket >= CAST(:first AS bigint) AND expires_at > {SQL.now}
+      {SQL.bounded}
+    ORDER BY ticket LIMIT 1 FOR UPDATE
+), granted AS (
+    UPDATE locks SET
+        owner = next.owner,
+        fence = greatest(locks.fence + {STEP}, {SQL.micros}),
+        count = 1,
+        reading = next.reading,
+        ttl = next.ttl,
+        acquired_at = {SQL.now},
+        expires_at = least({_ENDS}, CASE WHEN {_ASYNCHRONOUS} THEN locks.expires_at END),
+        {THEIRS},
+        last_ticket = greatest(last_ticket, next.ticket),
+        served_ticket = next.ticket
+    FROM next
+    WHERE locks.lock_key = :key AND served_ticket < next.ticket
+      AND {_FREE}
+      {SQL.is_open()}
+      AND CASE WHEN locks.fence < {SQL.micros} AND {_COVERED}
+               THEN {SQL.asynchronously} ELSE {SQL.durably} END
+    RETURNING next.ticket, next.channel, next.owner, locks.fence,
+              CASE WHEN {_ASYNCHRONOUS} THEN {_LASTS} ELSE 0 END AS lasts
+), gone AS (
+    DELETE FROM lock_waiters WHERE lock_key = :key AND ticket = (SELECT ticket FROM granted)
+)
+SELECT ticket, channel, owner, fence, lasts,
+       CASE WHEN {_IN_REACH} OR {_STRANGE} THEN NULL
+            ELSE CAST(pg_notify(split_part(channel, '.', 1),
+                                concat_ws(' ', ticket, fence, lasts, {_PROOF}, :key)) AS text) END
+FROM granted
+"""
+    # Safe: a release and a take in one (`common.hand_over_local`). Durable; or covered, as a grant may be, and for the
+    # same reasons, if the heir's watchdog will make the lease whole (`covers`). The database notifies no waiter: the
+    # holder notifies the heir, which is in its process, once it has the answer.
+    HAND_OVER_LOCAL = f"""
+UPDATE locks SET
+    owner = :heir,{begun(SQL, expires_at=_RELAYED_UNTIL)}
+WHERE {ours_to_hand_over(SQL)}
+  AND CASE WHEN fence < {SQL.micros}
+            AND CAST(:covers AS integer) = 1 AND {_ALONE}
+            AND reading <= CAST(:reading AS integer)
+            AND {_LEFT} >= make_interval(secs => :life) * 0.75
+           THEN {SQL.asynchronously} ELSE {SQL.durably} END
+  {SQL.bounded}
+RETURNING fence, CASE WHEN {_ASYNCHRONOUS} THEN {_LEFT_MS} ELSE 0 END
+"""
+    # Safe: changes nothing.
+    CALL = "SELECT CAST(pg_notify(:channel, CAST(:message AS text)) AS text)"
+
+    # Safe: one row for each waiter, by primary key, which is its own.
+    LEAVE_QUEUE = (
+        f"DELETE FROM lock_waiters USING {_OWNERS} WHERE {SQL.looked_up('owner', 'due.holder')} {SQL.asynchronous}"
+    )
+
+    # Safe: shortens nothing and revives none, so it may arrive late and twice. Durable: a place that its answer names
+    # is trusted to last, by the heir that is granted the key there.
+    HEARTBEAT = f"""
+UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":waiter_ttl")})
+FROM {_OWNERS}
+WHERE {SQL.looked_up("owner", "due.holder")} AND expires_at > {SQL.now} {SQL.durable}
+RETURNING owner
+"""
+    # Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why). After a
+    # writer's tenure the reader needs the door unpinned, as a take does; it tries the same advisory lock, and a reader
+    # that is refused for another one's try comes through the queue; so does one that finds a writer's lease over, since
+    # a renewal that is waiting for this lock decided before. Durable: the reader relies on the answer.
+    READ = f"""
+WITH door AS MATERIALIZED (
+    SELECT fence FROM locks
+    WHERE lock_key = :door AND kind = CAST(:kind AS integer)
+      AND CASE WHEN CAST(:holder AS text) <> ''
+                    THEN owner = :holder AND fence = CAST(:holders_fence AS bigint) AND expires_at > {SQL.now}
+               WHEN reading = 1 THEN true
+               ELSE {SQL.unpinned("owner IS NULL")} END
+      AND {no_writer_waits(SQL, "locks")}
+      {SQL.is_open(also=f"(CAST(:holder AS text) <> '' OR {SQL.is_latest('locks')})")} {SQL.durable}
+    FOR SHARE
+)
+INSERT INTO locks ({TENURE})
+SELECT CAST(:key AS text), :owner, door.fence + 1, 1, :ttl, {SQL.now}, {SQL.after(":life")},
+       :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1
+FROM door
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence
+"""
+    # Safe: each names the tenure, so it may arrive late and twice. The share lock on the door's row makes it wait for a
+    # holder that is just saying that it waits; one that says so later looks for shares after this has been committed.
+    LEAVE_READ = f"""{_DOOR}
+    DELETE FROM locks WHERE lock_key = :key AND owner = :owner AND fence = CAST(:fence AS bigint) {SQL.asynchronous}
+{_ANSWER}"""
+    LEAVE_SLOT = f"""{_DOOR}
+    UPDATE locks SET owner = NULL, count = 0, expires_at = {SQL.now}
+    WHERE lock_key = :key AND owner = :owner AND fence = CAST(:fence AS bigint) {SQL.asynchronous}
+{_ANSWER}"""
+
+
+DIALECT: Final = PostgreSQLDialect()

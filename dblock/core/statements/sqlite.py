@@ -16,17 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked, causes
-from dblock.core.statements.common import (
-    REVOKED,
-    STEP,
-    TENURE,
-    WAITER,
-    dialect,
-    hand_over_local,
-    queue,
-)
-from dblock.core.statements.shares import read, shares
+from dblock.core.statements.base import Failure, causes
+from dblock.core.statements.common import REVOKED, STEP, TENURE, THEIRS, WAITER
+from dblock.core.statements.dialect import Dialect
+from dblock.core.statements.shares import no_writer_waits
 from dblock.core.statements.vocabulary import Vocabulary
 
 
@@ -92,64 +85,58 @@ _TENURE_DUE: Final = f"""
 WHERE {SQL.looked_up("lock_key", "due.name")}
   AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
 
-# Safe: DO NOTHING writes nothing when the key exists. The row is missing, so the fence starts at the clock; the
-# protocol lets one tick of that clock pass first, so that it exceeds the fence of a row deleted just now.
-CREATE: Final = Statement(
-    "create",
-    f"""
+
+class SQLiteDialect(Dialect):
+    """The statements for SQLite."""
+
+    name = "sqlite"
+    words = SQL
+    single_writer = True
+    tick = 0.001
+    grant_answers = True
+
+    @staticmethod
+    def classify(error: BaseException) -> Failure:
+        """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
+        code = next(filter(None, (getattr(each, "sqlite_errorname", "") for each in causes(error))), "")
+        text = str(error)
+        if code == "SQLITE_BUSY_SNAPSHOT":
+            return Failure.STALE
+        if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
+            return Failure.LOCKED
+        if "no such column" in text or "has no column named" in text or "no such index" in text:
+            return Failure.OTHER_TABLE
+        return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
+
+    # Safe: DO NOTHING writes nothing when the key exists. The row is missing, so the fence starts at the clock; the
+    # protocol lets one tick of that clock pass first, so that it exceeds the fence of a row deleted just now.
+    CREATE = f"""
 INSERT INTO locks ({TENURE})
 VALUES (:key, :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
         :label, :host, :pid, :thread, :program, :task, :kind, :reading)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
-""",
-    Reply.ROWS,
-    priority=True,
-    row_locked=WhenLocked.SKIP,
-)
-
-# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice.
-RENEW: Final = Statement(
-    "renew",
-    f"""
+"""
+    # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice.
+    RENEW = f"""
 UPDATE locks{SQL.by_pin} SET expires_at = max(expires_at, {SQL.after("due.life")})
 FROM {_DUE} {_TENURE_DUE}
   AND (revoked_fence <> fence OR due.not_notified = 0)
-""",
-    Reply.COUNT,
-    priority=True,
-    critical=True,
-    row_locked=WhenLocked.RAISE,
-)
+"""
+    # Safe: reads only.
+    ALIVE = f"SELECT lock_key, owner, fence, {REVOKED} FROM {_DUE} CROSS JOIN locks{SQL.by_pin} {_TENURE_DUE}"
 
-# Safe: reads only.
-ALIVE: Final = Statement(
-    "alive",
-    f"SELECT lock_key, owner, fence, {REVOKED} FROM {_DUE} CROSS JOIN locks{SQL.by_pin} {_TENURE_DUE}",
-    Reply.ROWS,
-    priority=True,
-    critical=True,
-    owners=(1,),
-)
-
-# Runs in the caller's transaction, and lasts as long. Safe: from then on no other connection can write at all, and a
-# transaction whose snapshot is old cannot either (SQLITE_BUSY_SNAPSHOT). It renews the lease, since no other connection
-# can while the transaction lasts. The fence names the tenure, without the owner's token: statements of the caller's
-# transaction are in the caller's logs. (An empty owner is that of a released tenure.)
-PIN: Final = Statement(
-    "pin",
-    f"""
+    # Runs in the caller's transaction, and lasts as long. Safe: from then on no other connection can write at all, and
+    # a transaction whose snapshot is old cannot either (SQLITE_BUSY_SNAPSHOT). It renews the lease, since no other
+    # connection can while the transaction lasts. The fence names the tenure, without the owner's token: statements of
+    # the caller's transaction are in the caller's logs. (An empty owner is that of a released tenure.)
+    PIN = f"""
 UPDATE locks SET expires_at = max(expires_at, {SQL.after(":life")})
 WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {SQL.now}
 RETURNING 1
-""",
-    Reply.ROWS,
-)
-
-# Safe: a row of its own.
-JOIN: Final = Statement(
-    "join",
-    f"""
+"""
+    # Safe: a row of its own.
+    JOIN = f"""
 INSERT INTO lock_waiters ({WAITER})
 SELECT :owner, lock_key,
        max(last_ticket + 1, {SQL.micros},
@@ -157,16 +144,11 @@ SELECT :owner, lock_key,
        :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, {SQL.now}, {SQL.after(":waiter_ttl")}
 FROM locks WHERE lock_key = :key AND kind = :kind
 RETURNING ticket
-""",
-    Reply.ROWS,
-)
-
-# Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released. The
-# lease ends with the waiter's place, and is no longer than the waiter asked for. The waiter's row stays, and no longer
-# counts: its ticket was served.
-GRANT: Final = Statement(
-    "grant",
-    f"""
+"""
+    # Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released.
+    # The lease ends with the waiter's place, and is no longer than the waiter asked for. The waiter's row stays, and no
+    # longer counts: its ticket was served.
+    GRANT = f"""
 UPDATE locks SET
     owner = next.owner,
     fence = max(fence + {STEP}, {SQL.micros}),
@@ -175,12 +157,7 @@ UPDATE locks SET
     ttl = next.ttl,
     acquired_at = {SQL.now},
     expires_at = min(next.expires_at, {SQL.after("next.ttl")}),
-    label = next.label,
-    host = next.host,
-    pid = next.pid,
-    thread = next.thread,
-    program = next.program,
-    celery_task_id = next.celery_task_id,
+    {THEIRS},
     last_ticket = max(last_ticket, next.ticket),
     served_ticket = next.ticket
 FROM (
@@ -192,67 +169,31 @@ WHERE locks.lock_key = :key AND served_ticket < next.ticket
   AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now} OR (locks.owner = :owner AND locks.fence = :fence))
 RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), owner, fence,
        0, NULL
-""",
-    Reply.ROWS,
-    critical=True,
-    row_locked=WhenLocked.SKIP,
-    owners=(2,),
-)
+"""
+    # Safe: one row for each waiter, by primary key, which is its own.
+    LEAVE_QUEUE = f"DELETE FROM lock_waiters{SQL.by_owner} WHERE owner IN (SELECT value FROM json_each(:owners))"
 
-# Safe: one row for each waiter, by primary key, which is its own.
-LEAVE_QUEUE: Final = Statement(
-    "leave_queue",
-    f"DELETE FROM lock_waiters{SQL.by_owner} WHERE owner IN (SELECT value FROM json_each(:owners))",
-    Reply.COUNT,
-    critical=True,
-)
-
-# Safe: shortens nothing and revives none, so it may arrive late and twice; nor does it extend a place that was served.
-HEARTBEAT: Final = Statement(
-    "heartbeat",
-    f"""
+    # Safe: shortens nothing and revives none, so it may arrive late and twice; nor does it extend a place that was
+    # served.
+    HEARTBEAT = f"""
 UPDATE lock_waiters{SQL.by_owner} SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
 WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now} {SQL.unserved}
 RETURNING owner
-""",
-    Reply.ROWS,
-    priority=True,
-    critical=True,
-    owners=(0,),
-)
+"""
+    # Safe where one transaction writes at a time: what it sees of the door is so until it has inserted its row. Nor can
+    # a transaction pin a row there while this one writes.
+    READ = f"""
+INSERT INTO locks ({TENURE})
+SELECT :key, :owner, door.fence + 1, 1, :ttl, {SQL.now}, {SQL.after(":life")},
+       :label, :host, :pid, :thread, :program, :task, :kind, 1
+FROM locks AS door{SQL.by_key}
+WHERE door.lock_key = :door AND door.kind = :kind
+  AND ((:holder = '' AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {SQL.now}))
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
+  AND {no_writer_waits(SQL, "door")}
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence
+"""
 
 
-def classify(error: BaseException) -> Failure:
-    """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
-    code = next(filter(None, (getattr(each, "sqlite_errorname", "") for each in causes(error))), "")
-    text = str(error)
-    if code == "SQLITE_BUSY_SNAPSHOT":
-        return Failure.STALE
-    if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
-        return Failure.LOCKED
-    if "no such column" in text or "has no column named" in text or "no such index" in text:
-        return Failure.OTHER_TABLE
-    return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
-
-
-DIALECT: Final = dialect(
-    SQL,
-    name="sqlite",
-    classify=classify,
-    create=CREATE,
-    renew=RENEW,
-    alive=ALIVE,
-    pin=PIN,
-    queue=queue(
-        SQL,
-        join=JOIN,
-        grant=GRANT,
-        hand_over_local=hand_over_local(SQL),
-        leave_queue=LEAVE_QUEUE,
-        heartbeat=HEARTBEAT,
-        grant_answers=True,
-    ),
-    shares=shares(SQL, read=read(SQL)),
-    single_writer=True,
-    tick=0.001,
-)
+DIALECT: Final = SQLiteDialect()

@@ -186,8 +186,8 @@ class Vocabulary:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
         return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
 
-    def of_listed(self, column: str, names: str, condition: str) -> str:
-        """The condition, for a statement on the rows of a list; with the list, if it might be evaluated for others."""
+    def of_listed(self, condition: str) -> str:
+        """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
         return condition
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:

@@ -172,7 +172,7 @@ WHERE table_schema = {where} AND table_name = CONCAT('{names.prefix}', 'lock', '
 
 def pooler(context: Context) -> Seen:
     """The database notifies waiters."""
-    if context.store.database.dialect.queue.call is None:
+    if context.store.database.dialect.call is None:
         return
     channel = f"dblock_doctor_{secrets.token_hex(6)}"
     subscription = context.store.subscribe(channel, Wakeups())
