@@ -265,8 +265,8 @@ def check_deployment(connection: BaseDatabaseWrapper) -> Found:
             "(DISABLE_SERVER_SIDE_CURSORS), through which waiters cannot be notified: they poll."
         )
         hint = (
-            "Set DBLOCK['LISTEN'] = False if that will do. Or let DBLOCK['USING'] name an alias that connects directly, "
-            "and write in guarded blocks through that alias too. Documentation: Connections and time."
+            "Set DBLOCK['LISTEN'] = False if that will do. Or let DBLOCK['USING'] name an alias that connects "
+            "directly, and write in guarded blocks through that alias too. Documentation: Connections and time."
         )
         yield Warning(text, hint=hint, id="dblock.W006")
     if connection.vendor == "sqlite" and connection.is_in_memory_db():  # type: ignore[attr-defined]
