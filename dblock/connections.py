@@ -108,10 +108,6 @@ class DjangoPool(AutocommitPool):
             wrapper.close()
             raise
 
-    def ask(self, connection: PooledConnection, until: float) -> None:
-        """In this thread."""
-        sessions.ask(connection, until)
-
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         """Also in a thread whose event loop runs, where Django's own `close` raises."""
         wrapper = connection.lent
@@ -181,8 +177,6 @@ class DjangoSQLite:
             self._pool.give(connection)
         elif connection.busy_timeout != connection.lent:
             connection.raw.execute(f"PRAGMA busy_timeout = {connection.lent}")
-
-    give_after_error = give
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """SQLite is in this process: a connection is never in the middle of an answer."""

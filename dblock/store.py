@@ -21,7 +21,14 @@ from django.db.utils import InterfaceError, NotSupportedError, ProgrammingError
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location, valid_alias
 from dblock.core import runtime
-from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
+from dblock.core.errors import (
+    LockError,
+    LockTimeout,
+    PoolExhausted,
+    StoreLocked,
+    StoreUnreachable,
+    UnsupportedDatabase,
+)
 from dblock.core.lock.executor import BaseStore
 from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.sending import Database
@@ -84,7 +91,7 @@ class DjangoStore(BaseStore):
             self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         # No RuntimeError, by which pytest-django says that a test may not use the database.
-        self._connect_errors = (DatabaseError, InterfaceError, *self._errors)
+        self._connect_errors = (PoolExhausted, StoreUnreachable, DatabaseError, InterfaceError, *self._errors)
         dbapi = connection.Database  # type: ignore[attr-defined]
         self._mistakes = (ProgrammingError, NotSupportedError, dbapi.ProgrammingError, dbapi.NotSupportedError)
 
@@ -128,7 +135,7 @@ class DjangoStore(BaseStore):
                 begin: Callable[[], Subscription] = partial(
                     make, connection.raw, channel, partial(self._source.ask, connection), close
                 )
-                return self._begin_to_listen(connection, begin)
+                return runtime.current.deadlines.bound(connection, begin)
         except BaseException:
             close()
             raise

@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import sqlite3
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
@@ -47,7 +46,9 @@ class EnginePool(AutocommitPool):
     def __init__(self, engine: Engine) -> None:
         self._dialect = engine.dialect
         local = DIALECTS[engine.dialect.name].single_writer
-        super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT, local=local)
+        keep = 0 if isinstance(engine.pool, NullPool) else KEPT
+        loop: Callable[[], object] = asyncio._get_running_loop if engine.dialect.is_async else NoneType
+        super().__init__(_most(engine), keep, local=local, loop=loop)
         runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
         self._source = _source(engine)
@@ -151,10 +152,6 @@ class EnginePool(AutocommitPool):
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed
 
-    def ask(self, connection: PooledConnection, until: float) -> None:
-        """Probe it in this thread or task."""
-        _sessions().ask(connection, until)
-
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         """Do the work in a thread, or in a task of the connection's event loop."""
         if not self._dialect.is_async:
@@ -231,10 +228,6 @@ class EnginePool(AutocommitPool):
             else:
                 loop.call_soon_threadsafe(_end, driver)
 
-    def loop(self) -> object:
-        """The running event loop, for asynchronous drivers."""
-        return asyncio._get_running_loop() if self._dialect.is_async else None
-
     def leave_to_parent(self) -> Any:
         """Start empty in a forked child, whose parent may be opening its first connection."""
         self._first = None
@@ -299,46 +292,31 @@ class InMemory:
             try:
                 fairy = self._static = self._static or self._engine.raw_connection()
             except BaseException:
-                self._leave(connection)
+                self.give(connection)
                 raise
         driver: Any = fairy.driver_connection
-        connection.raw, connection.joined = fairy.dbapi_connection, driver.in_transaction
+        connection.raw, connection.commits = fairy.dbapi_connection, not driver.in_transaction
         return connection
 
     def give(self, connection: PooledConnection) -> None:
-        """Commit, unless the statement is part of the caller's transaction."""
+        """Let others have it, without what was not committed."""
         try:
-            if not connection.joined:
-                connection.raw.commit()
-        except sqlite3.Error:
-            raise  # give_after_error() rolls back, and leaves
-        except BaseException:  # interrupted: done or not
-            self._leave(connection)
-            raise
-        self._leave(connection)
-
-    def give_after_error(self, connection: PooledConnection) -> None:
-        """Roll back, unless the statement is part of the caller's transaction."""
-        try:
-            if not connection.joined:
+            if connection.commits:
                 connection.raw.rollback()
         finally:
-            self._leave(connection)
+            self._out.discard(connection)
+            if connection.lent is not None:
+                connection.lent.close()
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
-        """As after an error: SQLite is in this process, so a connection is never in the middle of an answer."""
-        self.give_after_error(connection)
+        """The same: SQLite is in this process, so a connection is never in the middle of an answer."""
+        self.give(connection)
 
     def _enter(self, connection: PooledConnection) -> bool:
         with self._mutex:
             if free := not self._out:
                 self._out.add(connection)
         return free
-
-    def _leave(self, connection: PooledConnection) -> None:
-        self._out.discard(connection)
-        if connection.lent is not None:
-            connection.lent.close()
 
     def _forget(self, _: Engine) -> None:
         self._static = None

@@ -15,7 +15,7 @@ from sqlalchemy import URL, Engine, exc
 from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
-from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
+from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.executor import BaseStore
 from dblock.core.lock.kill_query_listener import open_listener
@@ -115,7 +115,7 @@ class EngineStore(BaseStore):
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
         # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to
         # one of them, and PyMySQL reports a missing package.
-        self._connect_errors = (*self._errors, exc.SQLAlchemyError, RuntimeError)
+        self._connect_errors = (PoolExhausted, StoreUnreachable, *self._errors, exc.SQLAlchemyError, RuntimeError)
         dbapi = engine.dialect.loaded_dbapi
         self._mistakes = (dbapi.ProgrammingError, dbapi.NotSupportedError, *_MISTAKES)
 
@@ -133,7 +133,8 @@ class EngineStore(BaseStore):
             if connection.direct:
                 driver = connection.raw.driver_connection if self.asynchronous else connection.raw
                 ask = partial(self._source.ask, connection)
-                return self._begin_to_listen(connection, partial(make, driver, channel, ask, close))
+                begin = partial(make, driver, channel, ask, close)
+                return runtime.current.deadlines.bound(connection, begin)
         except BaseException:
             close()
             raise

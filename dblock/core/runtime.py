@@ -104,7 +104,7 @@ class Runtime:
         """Register a pool of the lock's own connections, which a fork leaves to the parent."""
         with self._lock:
             self._pools.add(pool)
-        pool.prune_by = self.watchdog.wake_by
+        pool.prune_by, pool.deadlines = self.watchdog.wake_by, self.deadlines
 
     def pools(self) -> list[AutocommitPool]:
         """All registered pools."""
@@ -119,7 +119,7 @@ class Runtime:
         child = Runtime()
         child._pools = self._pools
         for pool in child._pools:
-            pool.prune_by = child.watchdog.wake_by
+            pool.prune_by, pool.deadlines = child.watchdog.wake_by, child.deadlines
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # so that operations of the one thread that survives can end
             site.leave_to_parent()

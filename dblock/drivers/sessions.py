@@ -111,14 +111,8 @@ def set_up(
         restore(vendor, driver, wait)
         _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
 
-    runtime.current.deadlines.bound(connection, clock.now() + timing.DEFAULT.statement_timeout, begin)
+    runtime.current.deadlines.bound(connection, begin)
     connection.opened = clock.now()
-
-
-def ask(connection: PooledConnection, until: float) -> None:
-    """Probe the server; raises unless it answers by that local time."""
-    assert connection.question is not None  # noqa: S101 - on servers only
-    _ = runtime.current.deadlines.bound(connection, until, connection.question)
 
 
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:

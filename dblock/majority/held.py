@@ -92,9 +92,6 @@ class Trust(Lease):
 class Held(Hold):
     """A majority that a flow holds, and all that its threads and callbacks need of it."""
 
-    shutdown_fd = 0
-    """The moment at which missing databases are asked again is among the deadlines, as a connection is."""
-
     def __init__(self, lock: BaseQuorumLock, flow: Flow, members: Sequence[Member], grant: Grant, entry: Entry) -> None:
         before = lock._hold_here(flow)
         outer = before if before is not None and before.open_entries() else None

@@ -26,7 +26,7 @@ class Pool(AutocommitPool):
     """Opens when it may."""
 
     def __init__(self, most: float) -> None:
-        super().__init__(most)
+        super().__init__(most, loop=lambda: self.home)
         self.may = threading.Event()
         self.home: Any = None
         self.told = list[str]()
@@ -39,14 +39,9 @@ class Pool(AutocommitPool):
         how = "terminate" if broken else "close"
         self.told.append(f"{how} after a cut" if connection.overdue else how)
 
-    def loop(self) -> Any:
-        return self.home
-
 
 class Due:
     """Anything that is due at a time, and makes a call then."""
-
-    shutdown_fd = 0
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.cut = call

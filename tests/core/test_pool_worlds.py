@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections import pool
+from dblock.core.connections.connection import PooledConnection, Waiter
 from dblock.core.connections.pool import AutocommitPool
-from dblock.core.connections.slots import Slots, SlotWaiter
 from tests.conftest import timed
 from tests.support.explore import Explored, explore
 from tests.support.lab import LONG
-from tests.support.pool_model import FAULTS, PoolWorld, Use
+from tests.support.pool_model import FAULTS, InUse, Line, PoolWorld, Use
 
 Plans = tuple[tuple[int | None, tuple[Use, ...]], ...]
 ONE, TWICE, LONGER, URGENT = (Use(),), (Use(), Use()), (Use(hold=0.2),), (Use(priority=True),)
@@ -110,66 +109,58 @@ def nobody_is_notified(patch: Patch) -> None:
 
 
 def newcomers_overtake(patch: Patch) -> None:
-    patch(Slots, "first", lambda self: list(self.line) if len(self.lent) < self.most else [])
+    def all_of_them(self: AutocommitPool) -> list[Waiter]:
+        return [each for each in self._line if len(self._in_use[each.critical]) < self._most[each.critical]]
+
+    patch(AutocommitPool, "_next", all_of_them)
 
 
 def nobody_goes_first(patch: Patch) -> None:
-    patch(Slots, "join", lambda self, waiter: self.line.append(waiter))
+    patch(pool, "insort", lambda line, waiter, **_: line.insert(len(line), waiter))
 
 
 def nobody_leaves_the_line(patch: Patch) -> None:
-    patch(Slots, "leave", lambda *_: None)
+    patch(Line, "remove", lambda *_: None)
 
 
 def waits_for_the_blocked(patch: Patch) -> None:
-    """A slot stays reserved for a waiter that does not poll."""
+    """What is free stays reserved for a waiter that does not poll."""
 
-    attend = SlotWaiter.attend
+    attend = Waiter.attend
 
-    def never_late(self: SlotWaiter) -> float:
+    def never_late(self: Waiter) -> float:
         interval = attend(self)
         self.polls_by = self.until
         return interval
 
-    patch(SlotWaiter, "attend", never_late)
+    patch(Waiter, "attend", never_late)
 
 
 def claims_when_its_time_is_over(patch: Patch) -> None:
-    attend = SlotWaiter.attend
+    attend = Waiter.attend
 
-    def beyond(self: SlotWaiter) -> float:
+    def beyond(self: Waiter) -> float:
         interval = attend(self)
         self.polls_by = clock.now() + 2 * interval
         return interval
 
-    patch(SlotWaiter, "attend", beyond)
+    patch(Waiter, "attend", beyond)
 
 
-def what_is_given_back_keeps_its_slot(patch: Patch) -> None:
-    patch(PooledConnection, "vacate", lambda _: None)
+def what_is_given_back_stays_in_use(patch: Patch) -> None:
+    patch(InUse, "discard", lambda *_: None)
 
 
-def what_is_cut_keeps_its_slot(patch: Patch) -> None:
+def what_is_cut_stays_in_use(patch: Patch) -> None:
+    patch(PooledConnection, "cut", lambda self: setattr(self, "overdue", True))
+
+
+def what_a_closed_loop_had_stays_in_use(patch: Patch) -> None:
     claim = AutocommitPool._claim
 
-    def blind(self: AutocommitPool, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
-        cut = [each for each in self._connections() if each.overdue]
-        for each in cut:
-            each.overdue = False
-        connection = claim(self, slots, waiter)
-        for each in cut:
-            each.overdue = True
-        return connection
-
-    patch(AutocommitPool, "_claim", blind)
-
-
-def what_a_closed_loop_had_keeps_its_slot(patch: Patch) -> None:
-    claim = AutocommitPool._claim
-
-    def blind(self: AutocommitPool, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
+    def blind(self: AutocommitPool, waiter: Waiter) -> PooledConnection | None:
         vars(self)["is_over"] = lambda _: False
-        connection = claim(self, slots, waiter)
+        connection = claim(self, waiter)
         del vars(self)["is_over"]
         return connection
 
@@ -180,11 +171,11 @@ def opens_one_more(patch: Patch) -> None:
     """Though one is expected already."""
     claim = AutocommitPool._claim
 
-    def forgetful(self: AutocommitPool, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
+    def forgetful(self: AutocommitPool, waiter: Waiter) -> PooledConnection | None:
         openings = [(each, each.opening_for) for each in self._connections() if each.opening_for]
         for each, _ in openings:
             each.opening_for = None
-        connection = claim(self, slots, waiter)
+        connection = claim(self, waiter)
         for each, asked in openings:
             each.opening_for = asked
         return connection
@@ -207,12 +198,7 @@ def believes_in_silent_ones(patch: Patch) -> None:
 
 
 def keeps_what_was_lent_when_it_was_closed(patch: Patch) -> None:
-    def close_all(self: AutocommitPool) -> None:
-        self._closed = True
-        for each in self._pop_idle(math.inf):
-            self._close(each)
-
-    patch(AutocommitPool, "close_all", close_all)
+    patch(AutocommitPool, "close_all", lambda self: self._close_idle())
 
 
 def renewals_stand_behind_takes(patch: Patch) -> None:
@@ -244,9 +230,9 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str | None]] = [
     (nobody_leaves_the_line, "two of one", None),
     (waits_for_the_blocked, "three of one", "block"),
     (claims_when_its_time_is_over, "two of one", "block"),
-    (what_is_cut_keeps_its_slot, "two event loops", "cut"),
-    (what_a_closed_loop_had_keeps_its_slot, "two event loops", "close_loop"),
-    (what_is_given_back_keeps_its_slot, "two of one", None),
+    (what_is_cut_stays_in_use, "two event loops", "cut"),
+    (what_a_closed_loop_had_stays_in_use, "two event loops", "close_loop"),
+    (what_is_given_back_stays_in_use, "two of one", None),
     (opens_one_more, "two of three", None),
     (is_idle_twice, "two of one", None),
     (believes_in_silent_ones, "two of one", "silent"),

@@ -586,7 +586,7 @@ def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -
         errors.append(caught.value)
     pool = store_for(engine)._source
     assert isinstance(pool, EnginePool)
-    assert not any(slots.lent for slots in pool._slots)
+    assert not any(pool._in_use)
 
 
 @pytest.mark.parametrize("kind", ["db_locks", "permits"])

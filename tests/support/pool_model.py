@@ -15,14 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from dblock.core import timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import PooledConnection, Waiter
 from dblock.core.connections.pool import HANGING, AutocommitPool
-from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
 from tests.support.explore import Choice
@@ -99,7 +98,7 @@ class Actor:
     turn: int = 0
     gone: bool = False
     """Whether its event loop was closed, or its process forked another one, where it does not run."""
-    queued: SlotWaiter | None = None
+    queued: Waiter | None = None
     """What it waits for a slot with."""
     joined: int = 0
     """When it began to do so, by a count."""
@@ -125,9 +124,10 @@ class Actor:
         """The lower, the sooner it is served."""
         return (-self.queued.rank, self.joined) if self.queued is not None else (0, self.world.count + 1)
 
-    def in_line(self, slots: Slots) -> bool:
-        """Whether it waits for a slot, and is not blocked."""
-        return self.runs and self.queued in slots.line and self.blocked_until <= self.world.time
+    def in_line(self, critical: bool) -> bool:
+        """Whether it waits for a connection, to renew or release if `critical`, and is not blocked."""
+        waits = self.queued is not None and self.queued.critical == critical and self.queued in self.world.pool._line
+        return self.runs and waits and self.blocked_until <= self.world.time
 
 
 class Mutex:
@@ -147,35 +147,42 @@ class Mutex:
             self._world.stop("unlock")
 
 
-class Lent(set[int]):
-    """The connections of some slots that are lent; whoever gets one is checked."""
+class InUse(set[int]):
+    """The connections in use, to renew or release if `critical`; whoever gets one is checked."""
 
-    def __init__(self, world: PoolWorld, slots: Slots) -> None:
+    def __init__(self, world: PoolWorld, critical: bool) -> None:
         super().__init__()
-        self._world, self._slots = world, slots
+        self._world, self._critical = world, critical
 
     def add(self, it: int, /) -> None:
-        self._world.check_turn(self._slots)
+        self._world.check_turn(self._critical)
         super().add(it)
+
+
+class Line(list[Waiter]):
+    """The pool's line; who joins it is noted."""
+
+    def __init__(self, world: PoolWorld) -> None:
+        super().__init__()
+        self._world = world
+
+    def insert(self, at: SupportsIndex, waiter: Waiter, /) -> None:
+        self._world.count += 1
+        running = self._world.running
+        if running is not None:
+            running.queued, running.joined = waiter, self._world.count
+        super().insert(at, waiter)
 
 
 class ModelPool(AutocommitPool):
     """The real pool; what a face provides asks the world."""
 
     def __init__(self, most: float, world: PoolWorld) -> None:
-        super().__init__(most, keep=2)
+        super().__init__(most, keep=2, loop=lambda: None if world.running is None else world.running.loop)
         self._mutex: Any = Mutex(world)
         self._world = world
-        for slots in self._slots:
-            slots.lent = Lent(world, slots)
-            vars(slots)["join"] = partial(self._join, slots)
-
-    def _join(self, slots: Slots, waiter: SlotWaiter) -> None:
-        self._world.count += 1
-        running = self._world.running
-        if running is not None:
-            running.queued, running.joined = waiter, self._world.count
-        Slots.join(slots, waiter)
+        self._in_use = InUse(world, False), InUse(world, True)
+        self._line = Line(world)
 
     def open(self, connection: PooledConnection) -> None:
         self._world.stop("open")
@@ -195,10 +202,6 @@ class ModelPool(AutocommitPool):
             self._world.stop("ask", until)
             raise TimeoutError
 
-    def loop(self) -> object:
-        running = self._world.running
-        return None if running is None else running.loop
-
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         loop: Any = connection.loop
         self._world.actors.append(Actor(self._world, loop, partial(work, connection), (), connection))
@@ -212,10 +215,10 @@ class ModelPool(AutocommitPool):
         finally:
             running.waiter = waiter._loop = None
 
-    def _claim(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
-        connection = super()._claim(slots, waiter)
+    def _claim(self, waiter: Waiter) -> PooledConnection | None:
+        connection = super()._claim(waiter)
         if connection is not None and connection.opening_for:
-            self._world.check_opening(connection, slots)
+            self._world.check_opening(connection, waiter)
         return connection
 
 
@@ -239,7 +242,7 @@ class PoolWorld:
         self.disturbed = False
         self.raws = weakref.WeakSet[Raw]()
         self.hands: dict[int, tuple[PooledConnection, Actor]] = {}
-        self.since: dict[Slots, float] = {}
+        self.since: dict[bool, float] = {}
         self.keep: list[Any] = []
         """What is not to be collected."""
         self.loops = {number: Loop(number) for number, _ in self.plans if number is not None}
@@ -284,7 +287,7 @@ class PoolWorld:
         assert not connection.raw.parents, "the parent's connection is lent"
         assert connection.loop is actor.loop, "a connection of another event loop is lent"
         self.hands[id(connection)], actor.queued = (connection, actor), None
-        assert id(connection) in self.pool._slots[use.critical].lent or connection.overdue, "lent without a slot"
+        assert id(connection) in self.pool._in_use[use.critical] or connection.overdue, "lent, and not in use"
 
     def stop(self, at: str, wakes: float | None = None) -> None:
         """Let others run, until the world chooses this one again."""
@@ -321,30 +324,30 @@ class PoolWorld:
                 del actor.work
                 actor.connection = None
 
-    def check_turn(self, slots: Slots) -> None:
-        """Whoever gets a slot now comes before all who wait, but for those who have others."""
+    def check_turn(self, critical: bool) -> None:
+        """Whoever gets a connection now comes before all who wait for the same, but for those who have others."""
         mine = self.running
         if mine is None or mine.use is None or self.over:
             return
         before = [
-            each for each in self.actors if each is not mine and each.in_line(slots) and each.place() < mine.place()
+            each for each in self.actors if each is not mine and each.in_line(critical) and each.place() < mine.place()
         ]
         ahead = sum(each.queued is not None and each.queued.polls_by > self.time for each in before)
-        assert ahead < slots.most - len(slots.lent), "somebody was overtaken"
+        assert ahead < self.pool._most[critical] - len(self.pool._in_use[critical]), "somebody was overtaken"
         assert mine.queued is None or self.time < mine.queued.until, "somebody gets a connection too late"
 
-    def check_opening(self, connection: PooledConnection, slots: Slots) -> None:
+    def check_opening(self, connection: PooledConnection, waiter: Waiter) -> None:
         """No other connection is opened while enough are expected, whoever has asked for them."""
-        waiting = sum(each.in_line(slots) and each.loop is connection.loop for each in self.actors)
-        expected = self.expected(slots, connection.loop)
+        line = self.pool._line
+        waiting = sum(each.home is connection.loop and self.time < each.polls_by for each in line)
+        expected = self.expected(connection.loop)
         assert self.over or expected.count(True) <= waiting, "one more is opened while one is expected"
-        assert expected.count(False) < HANGING, "one more is opened while many hang"
+        assert expected.count(False) < HANGING * (1 + waiter.critical), "one more is opened while many hang"
 
-    def expected(self, slots: Slots, loop: object) -> list[bool]:
-        """For each opening for those slots and that event loop, whether it is expected to end."""
-        known = [each for each in self.pool._connections() if each.slots is slots and each.loop is loop]
-        asked = [each.opening_for for each in known if each.opening_for]
-        return [self.time - each.since < timing.DEFAULT.single_try for each in asked]
+    def expected(self, loop: object) -> list[bool]:
+        """For each opening for that event loop, whether it is expected to end."""
+        asked = [each.opening_for for each in self.pool._connections() if each.loop is loop and each.opening_for]
+        return [self.time - each.asked < timing.DEFAULT.single_try for each in asked]
 
     def choices(self) -> list[Choice]:
         """All that can happen next."""
@@ -458,17 +461,17 @@ class PoolWorld:
     def check(self) -> None:
         """What holds at every moment."""
         pool = self.pool
-        for critical, slots in enumerate(pool._slots):
+        for critical, known in enumerate(pool._in_use):
             used = [lent for lent, owner in self.hands.values() if owner.use and owner.use.critical == bool(critical)]
             in_use = [each for each in used if not (each.overdue or pool.is_over(each.loop))]
-            assert len(in_use) <= slots.most, "more are in use than may be"
-            assert len(slots.lent) <= slots.most, "more slots than there are"
+            assert len(in_use) <= pool._most[critical], "more are in use than may be"
+            assert len(known) <= pool._most[critical], "more count as in use than may be"
             for each in in_use:
-                assert id(each) in slots.lent, "used without a slot"
+                assert id(each) in known, "used, and not in use"
         self.check_free()
         assert len(set(map(id, pool._idle))) == len(pool._idle), "idle twice"
         for each in pool._idle:
-            assert each.slots is None, "idle with a slot"
+            assert not any(id(each) in known for known in pool._in_use), "idle, and in use"
             assert not each.raw.closed, "a closed connection is idle"
             assert not each.raw.parents, "a parent's connection is idle in its child"
             assert not each.raw.old, "an idle connection is older than the last closing"
@@ -476,31 +479,30 @@ class PoolWorld:
 
     def note_free(self) -> None:
         """Note since when a slot has been free while somebody waits who could have it."""
-        for slots in self.pool._slots:
-            if slots.line and self.is_free(slots):
-                _ = self.since.setdefault(slots, self.time)
-            else:
-                _ = self.since.pop(slots, None)
+        for critical in (False, True):
+            since = self.since.pop(critical, self.time)
+            if self.is_free(critical):
+                self.since[critical] = since
 
-    def is_free(self, slots: Slots) -> bool:
+    def is_free(self, critical: bool) -> bool:
         """Whether somebody waits who could have a slot, or one that is lost, once that is noticed."""
-        waiting = sorted((each for each in self.actors if each.in_line(slots)), key=Actor.place)
-        if waiting and self.is_lost(slots):
+        waiting = sorted((each for each in self.actors if each.in_line(critical)), key=Actor.place)
+        if waiting and self.is_lost(critical):
             return True
-        del waiting[int(slots.most) - len(slots.lent) :]
-        opening = [each.loop for each in waiting if any(self.expected(slots, each.loop))]
+        del waiting[int(self.pool._most[critical]) - len(self.pool._in_use[critical]) :]
+        opening = [each.loop for each in waiting if any(self.expected(each.loop))]
         idle = [each.loop for each in self.pool._idle]
         return any(each.loop in idle or each.loop not in opening for each in waiting)
 
-    def is_lost(self, slots: Slots) -> bool:
-        """Whether a connection occupies a slot in vain."""
-        lent = [each for each in self.pool._connections() if id(each) in slots.lent]
+    def is_lost(self, critical: bool) -> bool:
+        """Whether a connection counts as in use in vain."""
+        lent = [each for each in self.pool._connections() if id(each) in self.pool._in_use[critical]]
         return any(each.overdue or self.pool.is_over(each.loop) for each in lent)
 
     def check_free(self) -> None:
         """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""
-        for slots, since in self.since.items():
-            calm = not self.is_lost(slots) and (self.faults or not self.kinds)  # no fault has happened yet
+        for critical, since in self.since.items():
+            calm = not self.is_lost(critical) and (self.faults or not self.kinds)  # no fault has happened yet
             longest = 0.0 if calm else 3 * timing.DEFAULT.local_poll
             assert self.time - since <= longest + 1e-6, "a free slot is not taken"
 
@@ -511,17 +513,18 @@ class PoolWorld:
         idle = {id(each.raw) for each in self.pool._idle}
         left = [raw for raw in self.raws if not (raw.closed or raw.parents or id(raw) in idle)]
         assert not left or any(loop.closed for loop in self.loops.values()), "a connection is neither closed nor idle"
-        for slots in self.pool._slots:
-            waiting = [each for each in self.actors if each.runs and each.waiter in slots.line]
+        for critical, in_use in enumerate(self.pool._in_use):
+            waiting = [each for each in self.actors if each.runs and each.waiter in self.pool._line]
             assert not waiting, "somebody is still in the line"
-            for _ in range(int(slots.most)):
-                self.running, waiter = Actor(self, None, lambda: None, use=Use()), SlotWaiter(math.inf)
-                slots.join(waiter)
-                connection = self.pool._claim(slots, waiter)
+            for _ in range(int(self.pool._most[critical])):
+                self.running, waiter = Actor(self, None, lambda: None, use=Use()), Waiter(math.inf, None, 2 * critical)
+                self.pool._line.insert(0, waiter)
+                connection = self.pool._claim(waiter)
                 assert connection is not None, "a slot is lost"
-                connection.opening_for = None
-                self.keep.append(connection.occupy(slots))
-                slots.leave(waiter)
+                connection.opening_for, connection.in_use = None, in_use
+                in_use.add(id(connection))
+                self.keep.append(connection)
+                self.pool._line.remove(waiter)
 
     def state(self) -> Any:
         return _Canon(self).of_world()
@@ -549,17 +552,18 @@ class _Canon:
             flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
             frame: FrameType | None = actor.thread.gr_frame
             while frame is not None:
-                if frame.f_code.co_filename.endswith(("pool.py", "slots.py", "pool_model.py")):
+                if frame.f_code.co_filename.endswith(("pool.py", "pool_model.py")):
                     flat.append((frame.f_code.co_name, frame.f_lasti))
                     for name, value in frame.f_locals.items():
                         if name not in _ASIDE:
                             self._add(value, flat)
                 frame = frame.f_back
         known = [each for each in pool._connections() if not each.closed]
-        for slots in pool._slots:
-            lent = [each for each in known if id(each) in slots.lent]
-            self._add((len(slots.lent), lent, slots.line, world.since.get(slots, 0.0)), flat)
-        self._add((pool._idle, known, pool._closed, world.faults, world.preemptions), flat)
+        for critical, in_use in enumerate(pool._in_use):
+            lent = [each for each in known if id(each) in in_use]
+            self._add((len(in_use), lent, world.since.get(bool(critical), 0.0)), flat)
+        closed = pool._generation is None
+        self._add((list(pool._line), pool._idle, known, closed, world.faults, world.preemptions), flat)
         flat += [world.disturbed, *(loop.closed for loop in world.loops.values())]
         self._add([each for each, _ in world.hands.values()], flat)
         return tuple(flat)
@@ -579,14 +583,16 @@ class _Canon:
                 flat.append(("again", self._known[id(it)]))
                 return
             self._known[id(it)] = len(self._known)
-            if isinstance(it, SlotWaiter):
+            if isinstance(it, Waiter):
                 flat.append((it.notified(), it.rank, type(it.error).__name__))
-                self._add((it.polls_by, it.since), flat)
+                self._add((it.polls_by, it.since, it.asked), flat)
             elif isinstance(it, Wakeup):
                 flat.append(it.notified())
             else:
                 raw = it.raw
-                flat += [it.closed, it.kept, it.overdue, it.slots and it.slots is self._world.pool._slots[1]]
+                pool = self._world.pool
+                flat += [it.closed, it.generation is pool._generation, it.overdue]
+                flat += [id(it) in in_use for in_use in pool._in_use]
                 flat.append(raw and (raw.closed, raw.dead, raw.parents, raw.old))
                 self._add((it.opening_for, it.idle_since if "silent" in self._world.kinds else 0.0), flat)
                 flat.append(it.loop and it.loop.number)

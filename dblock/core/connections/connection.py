@@ -1,6 +1,6 @@
-"""A connection of the lock's own.
+"""A connection of the lock's own, and a caller that waits for one.
 
-It is being opened, then idle or lent by turns, then closed.
+A connection is being opened, then idle or lent by turns, then closed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,45 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core import clock, timing
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.wakeup.registry import Wakeup
 
 FD_LOCK: Final = threading.RLock()
 """Held while a descriptor is used or closed, and during a fork."""
+
+
+class Waiter(Wakeup):
+    """A caller that waits for a connection, in its thread or on its event loop.
+
+    A lost notification costs it a poll interval; one that an interrupt has left in the line keeps nobody waiting.
+    """
+
+    __slots__ = ("asked", "critical", "error", "home", "polls_by", "rank", "since", "until")
+
+    def __init__(self, until: float, home: object, rank: int) -> None:
+        """`home`: its event loop; waiters of a higher rank come first, those that renew or release have 2 or more."""
+        super().__init__()
+        self.since, self.until, self.home, self.rank, self.critical = clock.now(), until, home, rank, rank > 1
+        self.asked = 0.0
+        """The local time at which it has asked for a connection to be opened."""
+        self.error: BaseException | None = None
+        """Why that one could not be opened."""
+        _ = self.attend()
+
+    def attend(self) -> float:
+        """Clear its notification; returns the seconds until it polls again, unless it cannot or its time is up.
+
+        The longer it has waited, the more: the polls of a crowd would take the time of its work.
+        """
+        _ = self.consume()
+        now, times = clock.now(), timing.DEFAULT
+        interval = min(max(times.local_poll, now - self.since), times.attention)
+        self.polls_by = min(now + 2 * interval, self.until)
+        return interval
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -34,12 +65,14 @@ class PooledConnection:
     """The database that it was opened to, if its pool may change that (see `Store.location`)."""
     joined: bool = False
     """Whether the statement is part of a transaction of the caller."""
+    commits: bool = False
+    """Whether its statement has yet to be committed."""
     lent: Any = None
     """What to return to the engine's own pool."""
     descriptor: int = -1
     """Descriptor of its socket, if it has one."""
     shutdown_fd: int = -1
-    """A duplicate of that descriptor, which stays valid whatever the driver does with its own."""
+    """A duplicate of that descriptor, which stays valid whatever the driver does with its own; -1: it cannot be cut."""
     overdue: bool = False
     """Whether it was cut."""
     busy_timeout: int = 0
@@ -63,30 +96,19 @@ class PooledConnection:
     """Probes the server with a trivial query; None where there is no server."""
     round_trip: float = 0.0
     """Seconds that the server took to answer when the session was set up."""
-    slots: Slots | None = None
-    """The slots of which it occupies one, or for which it is being opened."""
-    opening_for: SlotWaiter | None = None
+    opening_for: Waiter | None = None
     """The waiter that has asked for it, while it is being opened."""
-    kept: bool = True
-    """Whether its pool, which has perhaps been closed since, keeps it after its use."""
+    generation: object = None
+    """Its pool keeps it for as long as it has this generation."""
+    in_use: set[int] = field(default_factory=set)
+    """The connections in use for the purpose that it was lent for last, by id."""
     closed: bool = False
     """Whether it is closed, or the parent process's."""
 
-    def occupy(self, slots: Slots) -> PooledConnection:
-        """Be lent, in one of the slots; returns itself. Callers hold the pool's lock, as for `vacate`."""
-        self.slots = slots
-        slots.lent.add(id(self))
-        return self
-
-    def vacate(self) -> None:
-        """Free its slot, if it has one."""
-        if self.slots is not None:
-            self.slots.lent.discard(id(self))
-            self.slots = None
-
     def cut(self) -> None:
-        """End the call that waits for an answer on it."""
+        """End the call that waits for an answer on it. Its flow may notice late, so it counts as in use no more."""
         self.overdue = True
+        self.in_use.discard(id(self))
         with FD_LOCK, contextlib.suppress(OSError):  # the application may have closed all descriptors
             if self.shutdown_fd >= 0:
                 handle = socket.socket(fileno=self.shutdown_fd)
@@ -108,8 +130,7 @@ class PooledConnection:
                 ours.close()
 
     def __del__(self, lock: Any = FD_LOCK, close: Callable[[int], None] = os.close) -> None:
-        if self.slots is not None:
-            self.slots.lent.discard(id(self))
+        self.in_use.discard(id(self))
         with lock:  # by default values, which are still there when the interpreter ends
             if self.shutdown_fd >= 0:
                 try:  # noqa: SIM105 - contextlib may be gone

@@ -3,7 +3,6 @@
 A statement that is not answered in time has its connection cut, so that the driver's call that waits for the answer
 ends with an error. One thread does so for the whole process, event loops included. A statement that is answered in time
 costs a dictionary entry: the thread sleeps until the earliest known deadline, and is woken only for an earlier one.
-What is due need not be a connection: `cut` may be any short call that neither waits nor runs code of the application.
 
 Rule: the side that removes the entry, the thread or the statement, decides the outcome. A connection that was cut is
 never used again.
@@ -15,20 +14,18 @@ import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from dblock.core import clock
+from dblock.core import clock, timing
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.worker import Worker
 
 T = TypeVar("T")
 
 
 class Cuttable(Protocol):
-    """A connection."""
-
-    shutdown_fd: int
-    """The descriptor by which it can be cut; less than 0 if it cannot be."""
+    """A connection, or whatever else is due at a time."""
 
     def cut(self) -> None:
-        """End the call that waits for an answer on it."""
+        """End the call that waits for an answer on it. It neither waits itself nor runs code of the application."""
         ...
 
 
@@ -40,21 +37,25 @@ class Deadlines(Worker):
         self._due: dict[Cuttable, float] = {}
 
     def arm(self, connection: Cuttable, moment: float) -> None:
-        """Cut the connection at that local time, if it can be, unless its statement has ended by then."""
-        if connection.shutdown_fd >= 0:
-            self._due[connection], self.used = moment, True
-            if moment < self.wakes_at:
-                _ = self.wake()
+        """Cut the connection at that local time, unless its statement has ended by then."""
+        self._due[connection], self.used = moment, True
+        if moment < self.wakes_at:
+            _ = self.wake()
 
     def disarm(self, connection: Cuttable) -> bool:
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
         with self._lock:
-            return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
+            return self._due.pop(connection, None) is not None
 
-    def bound(self, connection: Cuttable, moment: float, ask: Callable[[], T]) -> T:
-        """What `ask` returns, which waits for answers on the connection; TimeoutError if it was cut."""
-        self.arm(connection, moment)
+    def bound(self, connection: PooledConnection, ask: Callable[[], T], moment: float | None = None) -> T:
+        """What `ask` returns, which waits for answers on the connection; TimeoutError if it was cut, at that time.
+
+        By default it has as long as a statement.
+        """
+        if connection.shutdown_fd < 0:
+            return ask()
         try:
+            self.arm(connection, clock.now() + timing.DEFAULT.statement_timeout if moment is None else moment)
             answer = ask()
         finally:
             in_time = self.disarm(connection)
@@ -67,12 +68,10 @@ class Deadlines(Worker):
         for connection, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)
-            elif self._is_over(connection, moment):
+                continue
+            with self._lock:  # it is not late if its statement has ended, and the connection perhaps sends another one
+                if late := self._due.get(connection) == moment:
+                    del self._due[connection]
+            if late:
                 connection.cut()
-            del connection
         return soonest
-
-    def _is_over(self, connection: Cuttable, moment: float) -> bool:
-        """Remove that deadline, unless the statement has ended and the connection perhaps sends another one."""
-        with self._lock:
-            return self._due.get(connection) == moment and self._due.pop(connection, None) is not None

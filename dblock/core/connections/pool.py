@@ -6,25 +6,16 @@ not send two statements of a lock to different tables. Each is in autocommit mod
 has to be reset between two uses. Idle connections form a stack, the last used on top.
 
 At most `most` connections are in use at a time for taking and waiting, and as many (at least two) for renewing and
-releasing, so that renewals and releases never queue behind takes. When all are in use, callers queue. Statements that
-continue an operation, and renewals, on which all leases depend, go before statements that begin one.
+releasing. A caller that finds none waits in a line until its time is up. Those that renew or release come first and so
+never wait behind takes; then come statements that continue an operation, then those that begin one. What is free is
+reserved for the first waiters: otherwise a thread that returns a connection and wants one again would be faster than a
+notified waiter. A waiter that has missed a poll (its event loop is blocked, its call was interrupted) is passed over.
 
-A caller that finds no idle connection waits in the line for one, until its time is up. A connection that is returned
-serves it, and so does a new one: it is opened in the background, and idle when it is open, whether or not the waiter
-that has asked for it still waits. For each purpose and event loop no more are expected than waiters can have, and one
+A connection that is returned serves the line. So does a new one: it is opened in the background, and idle when it is
+open, whether or not the waiter that has asked for it still waits. No more are expected than waiters can have, and one
 for each waiter. What is not open after the time of a try is not expected any more; while there are `HANGING` of these,
 no further opening begins: a server that accepts connections without answering does not get more and more of them. The
 faces have the driver end each after `Timing.surely_answered`.
-
-A NAT, a load balancer or a firewall drops an idle connection silently. So a connection that has been idle for
-`trusted_idle` seconds is probed before it is lent. If no answer comes within a small part of the caller's time, it is
-closed with all that have been idle for longer, as the network has probably dropped them too. Frequent use needs no
-probes.
-
-The watchdog closes connections that have been idle for `idle_session` seconds, except one of each pool.
-
-After a fork the child starts with an empty stack and leaves its parent's connections alone: closing one would end the
-parent's session. Connections of an event loop that is gone are dropped by the next waiter.
 
 Rule: the faces define what a connection is, and where its driver waits (in a thread or on an event loop).
 """
@@ -35,14 +26,16 @@ import contextlib
 import math
 import threading
 import weakref
+from bisect import insort
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from types import NoneType
 from typing import Any, Final
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection
-from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core.connections.connection import PooledConnection, Waiter
+from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
@@ -53,7 +46,7 @@ PROBE_SHARE: Final = 0.1
 KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
 HANGING: Final = 5
-"""While so many openings go on that are not expected any more, no further one begins."""
+"""While so many openings are not expected any more, no take begins another one; while twice as many, nobody does."""
 RESTING: Final = 1
 """Idle connections that a pool keeps for ever."""
 
@@ -64,20 +57,27 @@ background: Final = ContextVar("dblock background", default=False)
 class AutocommitPool:
     """The lock's connections to one database, a server or a file."""
 
-    def __init__(self, most: float, keep: int = KEPT, *, local: bool = False) -> None:
-        self._slots = Slots(most), Slots(max(2, most))
+    def __init__(
+        self, most: float, keep: int = KEPT, *, local: bool = False, loop: Callable[[], object] = NoneType
+    ) -> None:
+        """`local`: the database is a file, for which nothing has to be done in the background.
+
+        `loop` returns the running event loop, for asynchronous drivers.
+        """
+        self._most = most, max(2, most)
         """For taking and waiting, and for renewing and releasing: indexed by `critical`."""
-        self._most = self._slots[0].most + self._slots[1].most
-        self._keep = keep
-        self._local = local
-        """Whether the database is a file, for which nothing has to be done in the background."""
+        self._in_use = set[int](), set[int]()
+        """The connections in use, by id; one that an interrupted caller has lost, until it is collected."""
+        self._keep, self._local, self.loop = keep, local, loop
         self._idle: list[PooledConnection] = []
+        self._line: list[Waiter] = []
         self._all = weakref.WeakValueDictionary[int, PooledConnection]()
         """All connections by id, also those that interrupted callers have lost."""
-        self._closed = False
-        """Whether the application has closed the pool, and has not used it since."""
+        self._generation: object = object()
+        """What is opened is kept while this stays the same; None from a closing by the application to its next use."""
         self.prune_by: Callable[[float], None] = lambda _: None
         """Schedules a pruning of this pool at that local time at the latest."""
+        self.deadlines = Deadlines()  # the process's, once it knows this pool
         self._mutex = threading.RLock()  # a signal handler may send a statement
 
     # -- what a face provides
@@ -90,17 +90,9 @@ class AutocommitPool:
         """Close it; without waiting for the server if it is broken, or of an event loop that does not run here."""
         raise NotImplementedError
 
-    def ask(self, connection: PooledConnection, until: float) -> None:
-        """Probe it; raises unless the server answers by that local time."""
-        raise NotImplementedError
-
     def is_over(self, loop: Any) -> bool:
         """Whether that event loop will never run again."""
         return loop is not None and bool(loop.is_closed())
-
-    def loop(self) -> object:
-        """The running event loop, for asynchronous drivers."""
-        return None
 
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         """Do the work, which raises nothing, with that connection, which is in no other hands."""
@@ -124,54 +116,55 @@ class AutocommitPool:
 
         `critical`: for renewing or releasing; `priority`: before waiting callers that are not.
         """
-        if self._closed and not background.get():
-            self._closed = False
-        loop, slots, found = self.loop(), self._slots[critical], None
+        if self._generation is None and not background.get():
+            self._generation = object()
+        loop, rank, found = self.loop(), 2 * critical + priority, None
         with self._mutex:
-            idle = self._idle
-            if idle and idle[-1].loop is loop and not slots.line and len(slots.lent) < slots.most:
-                found = idle.pop().occupy(slots)
+            first = self._line[0].rank if self._line else -1
+            if first < 2 * critical and len(self._in_use[critical]) < self._most[critical]:
+                found = self._lend(loop, self._in_use[critical])
         if found is None:
-            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=priority))
-        while found.closed or not self._is_alive(found, until):  # the parent's, if a fork came between
-            found = self._take_in_turn(slots, SlotWaiter(until, loop, rank=True))
+            found = self._take_in_turn(Waiter(until, loop, rank))
+        while found.closed or (  # the parent's, if a fork came between
+            clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until)
+        ):
+            found = self._take_in_turn(Waiter(until, loop, rank | 1))
         return found
 
     def open_apart(self) -> PooledConnection:
-        """A connection to listen on, without a slot, which is never returned; for a thread or task of its own."""
+        """A connection to listen on, which is never returned; for a thread or task of its own."""
         listener = PooledConnection(loop=self.loop(), purpose="listener")
         self.open(listener)
         return listener
 
+    def ask(self, connection: PooledConnection, until: float) -> None:
+        """Probe the server, if there is one; raises unless it answers by that local time."""
+        if connection.question is not None:
+            _ = self.deadlines.bound(connection, connection.question, until)
+
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         connection.idle_since = now = clock.now()
-        takes, keeps = self._slots
         with self._mutex:
             if connection.closed:  # lent before a fork: the parent's
                 return
-            connection.vacate()
-            idle, loop, waiting = self._idle, connection.loop, takes.line or keeps.line
-            lost = connection.overdue or not connection.kept or (loop is not None and self.is_over(loop))
-            room = len(idle) < self._keep and not self._closed
-            keep = not lost and (room or (bool(waiting) and self._wants(loop)))
-            if keep:
-                idle.append(connection)
-            if waiting:
+            connection.in_use.discard(id(connection))
+            sound = connection.generation is self._generation and not connection.overdue
+            room = len(self._idle) < self._keep and self._generation is not None
+            if keep := sound and (room or self._wants(connection.loop)):
+                self._idle.append(connection)
+            if self._line:
                 self._notify()
         if not keep:
-            self._close(connection)
-        elif len(idle) > RESTING:
+            self._close(connection, broken=connection.overdue)
+        elif len(self._idle) > RESTING:
             self.prune_by(now + timing.DEFAULT.idle_session)
-
-    give_after_error = give
-    """A statement that was refused in autocommit mode leaves nothing behind."""
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close a connection in an unknown state, and with `others` the idle ones: they broke with it."""
         self._close(connection, broken=True)
         if others:
-            self._close_idle(math.inf, broken=True)
+            self._close_idle(broken=True)
 
     def prune(self) -> float:
         """Close what has been idle for too long, except the last; returns the local time at which to prune again."""
@@ -186,87 +179,104 @@ class AutocommitPool:
 
         Background work keeps none either, until the application uses the pool again.
         """
-        self._closed = True
-        with self._mutex:
-            for each in self._connections():
-                each.kept = False
-        self._close_idle(math.inf)
+        self._generation = None
+        self._close_idle()
 
     def leave_to_parent(self) -> Any:
         """Start empty in a forked child; returns the parent's connections, to be kept so that none is finalized."""
         parents = self._connections()
         for connection in parents:
             connection.disconnect_in_child()
-            connection.closed, connection.slots = True, None
-        for slots in self._slots:
-            for waiter in slots.line:  # of the parent's threads; the one that survives gives up
-                waiter.until = -math.inf
-            slots.lent.clear()
-            slots.line.clear()
+            connection.closed = True
+        for waiter in self._line:  # of the parent's threads; the one that survives gives up
+            waiter.until = -math.inf
+        for each in (*self._in_use, self._line):
+            each.clear()
         self._idle, self._all, self._mutex = [], weakref.WeakValueDictionary(), threading.RLock()
         return parents
 
     # -- helpers
 
-    def _take_in_turn(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection:
-        """Wait for a connection with a slot; LockStoreError if there is none in time for a statement."""
+    def _take_in_turn(self, waiter: Waiter) -> PooledConnection:
+        """Wait for a connection; LockStoreError if there is none in time for a statement."""
         try:
             with self._mutex:
-                slots.join(waiter)
+                while self._line and self._line[0].until <= clock.now():  # an interrupt has left it there
+                    del self._line[0]
+                insort(self._line, waiter, key=lambda each: -each.rank)
             while True:
                 with self._mutex:
                     interval = waiter.attend()
-                    connection = self._claim(slots, waiter)
-                    full = len(slots.lent) >= slots.most
+                    connection = self._claim(waiter)
                 left = waiter.until - timing.DEFAULT.min_retry_time - clock.now()
                 if connection is None:
                     if left <= 0 or waiter.error is not None:
                         break
                     self.wait(waiter, min(left, interval))
-                elif connection.opening_for:
+                elif connection.opening_for is not None:
                     self.in_background(self._open_for_line, connection)
                 else:
                     return connection
         finally:
             with self._mutex:
-                slots.leave(waiter)
+                if waiter in self._line:
+                    self._line.remove(waiter)
                 self._notify()
         error, waiter.error = waiter.error, None
         if isinstance(error, Exception):  # else the opening was cancelled, not its caller
             raise error
-        if error is not None or not full:
+        most = self._most[waiter.critical]
+        if error is not None or len(self._in_use[waiter.critical]) < most:
             raise StoreUnreachable("no connection could be opened in time").because_late()
-        raise PoolExhausted(f"all {slots.most:g} connections of the lock are in use")
+        raise PoolExhausted(f"all {most:g} connections of the lock are in use")
 
-    def _claim(self, slots: Slots, waiter: SlotWaiter) -> PooledConnection | None:
-        """An idle connection with a slot, or one to be opened; None if the caller has to wait. Callers hold the mutex.
+    def _next(self) -> list[Waiter]:
+        """The waiters that what is free is reserved for; callers hold the mutex."""
+        now, first = clock.now(), list[Waiter]()
+        free = [most - len(in_use) for most, in_use in zip(self._most, self._in_use, strict=True)]
+        for waiter in self._line:
+            if free[waiter.critical] > 0:
+                if now < waiter.polls_by:
+                    first.append(waiter)
+                    free[waiter.critical] -= 1
+            elif not waiter.critical:  # nor are those behind it
+                break
+        return first
 
-        What was cut frees its slot, as a blocked event loop may not notice that.
-        """
+    def _claim(self, waiter: Waiter) -> PooledConnection | None:
+        """An idle connection, or one to be opened; None if the caller has to wait. Callers hold the mutex."""
         for each in (known := self._connections()):
             if self.is_over(each.loop):
                 self._close(each)
-            elif each.overdue:
-                each.vacate()
-        first, loop = slots.first(), waiter.home
+        first, loop = self._next(), waiter.home
         if waiter not in first:
             return None
+        if (idle := self._lend(loop, self._in_use[waiter.critical])) is not None:
+            return idle
+        asked = [each.opening_for for each in known if each.loop is loop and each.opening_for is not None]
+        now = clock.now()
+        hanging = sum(each.asked <= now - timing.DEFAULT.single_try for each in asked)
+        if (
+            waiter.error is not None
+            or waiter in asked
+            or len(asked) - hanging >= sum(each.home is loop for each in first)
+            or hanging >= HANGING * (1 + waiter.critical)
+        ):
+            return None
+        waiter.asked = now
+        connection = PooledConnection(loop=loop, opening_for=waiter, generation=self._generation)
+        self._all[id(connection)] = connection
+        return connection
+
+    def _lend(self, loop: object, in_use: set[int]) -> PooledConnection | None:
+        """The connection of that event loop that was used last, now in use; None if none is idle."""
         for each in reversed(self._idle):
             if each.loop is loop:
                 self._idle.remove(each)
-                return each.occupy(slots)
-        ours = [each for each in known if each.loop is loop]
-        late = clock.now() - timing.DEFAULT.single_try
-        hanging = [each for each in ours if each.opening_for and each.opening_for.since <= late]
-        expected = sum(bool(each.opening_for) and each.slots is slots and each not in hanging for each in ours)
-        enough = expected >= sum(each.home is loop for each in first) or len(ours) - len(hanging) >= self._most
-        if waiter.error is not None or enough or any(each.opening_for is waiter for each in ours):
-            return None
-        if sum(each.slots is slots for each in hanging) >= HANGING:
-            return None
-        connection = PooledConnection(loop=loop, slots=slots, opening_for=waiter)
-        self._all[id(connection)] = connection
-        return connection
+                each.in_use = in_use
+                in_use.add(id(each))
+                return each
+        return None
 
     def _open_for_line(self, connection: PooledConnection) -> None:
         """Open it, for the waiter that has asked for it or the next one."""
@@ -276,7 +286,7 @@ class AutocommitPool:
         except BaseException as error:  # noqa: BLE001 - raised for the waiter
             connection.raw = None
             with self._mutex:
-                if waiter is not None and any(waiter in slots.line for slots in self._slots):
+                if waiter is not None and waiter in self._line:
                     waiter.error = error
                     waiter.notify()
                 else:  # nobody else does so
@@ -287,19 +297,17 @@ class AutocommitPool:
             self.give(connection)
 
     def _is_alive(self, connection: PooledConnection, until: float) -> bool:
-        """Whether its last answer is recent enough, or else a probe is answered in a small part of the caller's time.
+        """Whether a probe is answered in a small part of the caller's time, if there is a server.
 
-        The part is long enough for the round trip that was measured when the session was set up.
+        A NAT, a load balancer or a firewall drops an idle connection silently. Without an answer it is closed with all
+        that have been idle for longer, as the network has probably dropped them too. The part is long enough for the
+        round trip that was measured when the session was set up.
         """
-        now, times = clock.now(), timing.DEFAULT
-        if (
-            now - connection.idle_since < times.trusted_idle
-            or connection.question is None
-            or connection.shutdown_fd < 0
-        ):
+        if connection.question is None or connection.shutdown_fd < 0:
             return True
+        now = clock.now()
         left = until - now
-        answer = max(times.question, 2 * connection.round_trip, left * PROBE_SHARE)
+        answer = max(timing.DEFAULT.question, 2 * connection.round_trip, left * PROBE_SHARE)
         try:
             self.ask(connection, now + min(answer, left / 2))
         except BaseException as error:
@@ -315,16 +323,14 @@ class AutocommitPool:
         return [each for reference in self._all.valuerefs() if (each := reference()) is not None and not each.closed]
 
     def _wants(self, loop: object) -> bool:
-        """Whether more callers of that event loop wait than idle connections are there for; callers hold the mutex."""
-        waiting = sum(each.home is loop for slots in self._slots for each in slots.line)
-        return waiting > sum(each.loop is loop for each in self._idle)
+        """Whether more callers of that event loop wait than connections are idle for; callers hold the mutex."""
+        return sum(each.home is loop for each in self._line) > sum(each.loop is loop for each in self._idle)
 
     def _notify(self) -> None:
         """Wake the waiters that may have a connection; callers hold the mutex."""
-        for slots in self._slots:
-            for waiter in slots.first() if slots.line else ():
-                if not waiter.notified():
-                    waiter.notify()
+        for waiter in self._next():
+            if not waiter.notified():
+                waiter.notify()
 
     def _pop_idle(self, before: float, *, leave: int = 0) -> list[PooledConnection]:
         """Those that have been idle since before that local time, the oldest first, but for the last few."""
@@ -334,7 +340,7 @@ class AutocommitPool:
                 popped.append(self._idle.pop(0))
         return popped
 
-    def _close_idle(self, before: float, *, broken: bool = False) -> None:
+    def _close_idle(self, before: float = math.inf, *, broken: bool = False) -> None:
         for each in self._pop_idle(before):
             self._close(each, broken=broken)
 
@@ -344,7 +350,7 @@ class AutocommitPool:
             if connection.closed:
                 return
             connection.closed = True
-            connection.vacate()
+            connection.in_use.discard(id(connection))
             if connection in self._idle:  # of an event loop that is gone
                 self._idle.remove(connection)
             self._notify()

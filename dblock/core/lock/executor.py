@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from itertools import chain
+from typing import Final, Protocol
 
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
@@ -26,9 +26,6 @@ _ANSWERS: Final = frozenset({int, float, str, type(None)})
 """The types of SQLite's values."""
 
 
-T = TypeVar("T")
-
-
 class ConnectionSource(Protocol):
     """The source of connections for statements."""
 
@@ -37,11 +34,7 @@ class ConnectionSource(Protocol):
         ...
 
     def give(self, connection: PooledConnection) -> None:
-        """Return a connection after a statement that succeeded."""
-        ...
-
-    def give_after_error(self, connection: PooledConnection) -> None:
-        """Return a connection after a statement that was refused."""
+        """Return a connection after a statement that was answered or refused."""
         ...
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
@@ -71,6 +64,7 @@ class BaseStore:
     _errors: tuple[type[BaseException], ...]
     """The driver's errors."""
     _connect_errors: tuple[type[BaseException], ...]
+    """What a source raises that has no connection: its own errors, and others' while they connect."""
     _mistakes: tuple[type[BaseException], ...]
     """Errors that are mistakes of the client, so that retrying does not help."""
 
@@ -81,76 +75,77 @@ class BaseStore:
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
-        now, timing = self.database.now(), self.database.timing
-        until = timing.answer_by(now, step.until, critical=step.statement.critical)
-        connection = self._connection(step, until)
+        now, timing, statement = self.database.now(), self.database.timing, step.statement
+        until = timing.answer_by(now, step.until, critical=statement.critical)
+        try:
+            connection = self._source.take(until, critical=statement.critical, priority=statement.priority)
+        except self._connect_errors as error:
+            refused = self._not_connected(error, step)
+            raise refused from refused.__cause__
+        if step.location is not None and step.location != connection.location:
+            self._source.give(connection)
+            raise LockStoreError(f"{self._described} is another one than the one that was meant")
         deadlines, latency = runtime.current.deadlines, self.database.latency
         latency.answered = max(latency.answered, connection.opened)
+        watched, in_time = connection.shutdown_fd >= 0, True
+        # On SQLite, for other writers: half of the rest, so that the holder can be read; then the protocol tries again.
+        patience = max(1, math.ceil(min(timing.single_try, (until - now) / 2) * 1000))
         try:
-            deadlines.arm(connection, until)
-            if connection.busy_timeout:
-                _bound_sqlite(connection, min(timing.single_try, (until - now) / 2))  # then the protocol tries again
-            rows = self._perform(connection, step)
-            if step.statement.owners:
-                rows = without_secrets(step.statement, rows)
+            try:
+                if watched:
+                    deadlines.arm(connection, until)
+                if 0 < connection.busy_timeout != patience:
+                    _bound_sqlite(connection, patience)
+                rows = self._perform(connection, step)
+                if statement.owners:
+                    rows = without_secrets(statement, rows)
+            finally:
+                if watched:
+                    in_time = deadlines.disarm(connection)
         except self._errors as error:
             leave_out_driver(error)
-            if not deadlines.disarm(connection):
+            if not in_time:
                 self._source.drop(connection, others=False)
                 raise failures.late(step, until - now, database=self._described) from error
-            failure = self.database.dialect.classify(error)
-            if failure.closes:
-                self._source.drop(connection, others=True)
-            else:
-                self._source.give_after_error(connection)
-            if failure is Failure.DUPLICATE:
-                return []
-            raise self.error(error, step) from error
+            return self._refused(connection, error, step)
         except UnicodeError:
-            _ = deadlines.disarm(connection)
-            self._source.give_after_error(connection)
+            self._source.give(connection)
             raise failures.unstorable(database=self._described) from None
         except BaseException:  # interrupted during the answer
-            _ = deadlines.disarm(connection)
             self._source.drop(connection, others=False)
             raise
         answered = self.database.now()
         latency.observe(answered - now, answered)
-        if not deadlines.disarm(connection):
-            self._source.drop(connection, others=False)
-            return rows
-        try:
-            self._source.give(connection)
-        except self._errors as error:  # for a database in memory this commits
-            self._source.give_after_error(connection)
-            raise self.error(error, step) from error
+        self._source.give(connection)
         return rows
 
-    def _connection(self, step: Execute, until: float) -> PooledConnection:
-        """A connection for a step, to the database that it is for."""
-        try:
-            connection = self._source.take(until, critical=step.statement.critical, priority=step.statement.priority)
-        except (PoolExhausted, StoreUnreachable) as error:
+    def _not_connected(self, error: BaseException, step: Execute) -> LockError:
+        """The lock's error for a step that has got no connection; its cause is the driver's error, if there is one."""
+        if isinstance(error, PoolExhausted | StoreUnreachable):
             described = type(error)(f"{self._described}: {error}", key=failures.key_of(step))
             described.late = error.late
-            raise described from None
-        except self._connect_errors as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, self._errors):
-                leave_out_driver(error)
-            if self.database.dialect.classify(cause) is Failure.LOCKED:
-                raise self.error(cause, step) from cause
+            return described
+        cause = error.__cause__ or error
+        if isinstance(cause, self._errors):
+            leave_out_driver(error)
+        if self.database.dialect.classify(cause) is Failure.LOCKED:
+            refused = self.error(cause, step)
+        else:
             mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)
-            raise failures.unreachable(error, step, database=self._described, mistake=mistake) from cause
-        if step.location not in {None, connection.location}:
-            self._source.give(connection)
-            raise LockStoreError(f"{self._described} is another one than the one that was meant")
-        return connection
+            refused = failures.unreachable(error, step, database=self._described, mistake=mistake)
+        refused.__cause__ = cause
+        return refused
 
-    def _begin_to_listen(self, connection: PooledConnection, begin: Callable[[], T]) -> T:
-        """Run `begin`, which makes a connection listen, with a deadline as for a statement."""
-        until = self.database.now() + self.database.timing.statement_timeout
-        return runtime.current.deadlines.bound(connection, until, begin)
+    def _refused(self, connection: PooledConnection, error: BaseException, step: Execute) -> Rows:
+        """The answer that a driver's error is, or else raise the lock's error."""
+        failure = self.database.dialect.classify(error)
+        if failure.closes:
+            self._source.drop(connection, others=True)
+        else:
+            self._source.give(connection)
+        if failure is Failure.DUPLICATE:
+            return []
+        raise self.error(error, step) from error
 
     def pause(self, step: Sleep | Wait) -> None:
         """Sleep or wait in this thread."""
@@ -202,25 +197,19 @@ class BaseStore:
         finally:
             cursor.close()
         if self.database.dialect.single_writer:
-            self._check_types(rows, step)
-        return rows
-
-    def _check_types(self, rows: Rows, step: Execute) -> None:
-        """Raise LockStoreError for a value that a converter of the application has replaced.
-
-        sqlite3 converts by the declared type of a column, if its connection was opened with `detect_types`.
-        """
-        for row in rows:
-            for value in row:
+            # sqlite3 converts by the declared type of a column, if its connection was opened with `detect_types`.
+            for value in chain.from_iterable(rows):
                 if type(value) not in _ANSWERS:
                     raise failures.converted(value, step, database=self._described)
+        if connection.commits:
+            connection.raw.commit()
+            connection.commits = False
+        return rows
 
 
-def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
-    """Let a statement wait so many seconds for other writers; half of the rest, so that the holder can be read."""
-    milliseconds = max(1, math.ceil(seconds * 1000))
-    if milliseconds != connection.busy_timeout:
-        cursor = connection.raw.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
-        cursor.close()
-        connection.busy_timeout = milliseconds
+def _bound_sqlite(connection: PooledConnection, milliseconds: int) -> None:
+    """Let its statements wait so long for other writers."""
+    cursor = connection.raw.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
+    cursor.close()
+    connection.busy_timeout = milliseconds

@@ -82,7 +82,7 @@ class KillQueryListener:
         step = Execute(store, statement, dict(parameters), until)
         try:
             rows = runtime.current.deadlines.bound(
-                self._connection, until, lambda: store._perform(self._connection, step)
+                self._connection, lambda: store._perform(self._connection, step), until
             )
             return [tuple(row) for row in rows]
         except store._errors as error:
