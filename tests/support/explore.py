@@ -585,7 +585,7 @@ _ASIDE = {
         "house",
         "queue",
     ),
-    *("_key", "holds_other_keys", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
+    *("_key", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
 }
 
 
@@ -609,7 +609,7 @@ def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
 
 
 _ATTRIBUTES: dict[type, list[str]] = {
-    LocalQueue: ["_waiters", "handover_expected_until", "_holder"],
+    LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
     Sharing: ["deadline", "until"],
 }
 """What matters of objects that do not say it themselves."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from enum import Enum
 from typing import Final
 
 from dblock.core.acquire.local_queue import Waiting
@@ -30,21 +29,13 @@ MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
 
 
-class Passed(Enum):
-    """Result of handing over a tenure that this flow holds."""
-
-    DONE = "a waiter has the key"
-    REFUSED = "it was granted to no waiter; a release follows"
-    UNKNOWN = "the answer was lost"
-
-
 def grant(site: Site, key: str, first: int, held: Grant | None = None, *, until: float = math.inf) -> Steps[bool]:
     """Grant the key to the first live waiter from a ticket on, if it is free or `held`, and notify that waiter.
 
     False if there is none, if a transaction pins the key, or if another one is changing its row at this moment.
     """
     tenure = None if held is None else held.tenure
-    granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood, until=until)
+    granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets().neighbourhood, until=until)
     if granted is None:
         return False
     if held is not None:
@@ -101,9 +92,12 @@ def release(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
 
 
 def _grant_or_free(site: Site, held: Grant) -> Steps[bool]:
-    passed = yield from _grant_held(site, held)
-    # If the answer was lost, it was handed over.
-    return (yield from free(site, held)) or passed is Passed.UNKNOWN
+    lost = False
+    try:
+        _ = yield from grant(site, held.tenure.key, held.ticket + 1, held)
+    except LockStoreError as error:
+        lost = isinstance(error, StoreUnanswered)
+    return (yield from free(site, held)) or lost  # if the answer was lost, it was handed over
 
 
 def free(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
@@ -133,19 +127,21 @@ def pass_on(site: Site, held: Grant) -> Steps[bool]:
     """
     if SHARE in held.tenure.key:
         return (yield from leave_share(site, held))
-    passed, heir, owner = Passed.REFUSED, None, ""
+    heir, owner = None, ""
+    passed: bool | None = False
+    """Whether the heir has the key; None if that is not known."""
     try:
         local_queue = site.local_queues.get(held.tenure.key)
         heir = None if local_queue is None else local_queue.offer()
         if heir is not None:
-            passed, owner = Passed.UNKNOWN, heir.owner
+            passed, owner = None, heir.owner
             passed = yield from _hand_over_local(site, heir, held)
-            if passed is Passed.REFUSED:
+            if passed is False:
                 heir.local_queue.retract(heir)
         in_time = yield from release(site, held)
-        if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
+        if heir is not None and passed is None and not in_time and heir.owner != owner:
             yield from undo_take(site, held.tenure.key, owner, again=False)
-        return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
+        return in_time or passed is None  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
@@ -153,7 +149,7 @@ def pass_on(site: Site, held: Grant) -> Steps[bool]:
             _ = yield from free(site, held)
         raise
     finally:
-        if passed is not Passed.DONE:
+        if not passed:
             site.local_queues.freed(held.tenure.key)
 
 
@@ -202,23 +198,13 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
                 yield from undo_take(site, key, owner, until - database.now(), again=False)
 
 
-def _grant_held(site: Site, held: Grant) -> Steps[Passed]:
-    """Hand a held tenure over to the database's queue."""
-    try:
-        return Passed.DONE if (yield from grant(site, held.tenure.key, held.ticket + 1, held)) else Passed.REFUSED
-    except StoreUnanswered:
-        return Passed.UNKNOWN
-    except LockStoreError:
-        return Passed.REFUSED
-
-
-def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
-    """Hand a held tenure over to the flow of this process that it was offered to."""
+def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | None]:
+    """Whether the flow of this process that a held tenure was offered to has it now; None if the answer was lost."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         database.before_waiting()
     except LockError:  # inside a transaction that may roll it back, or on an event loop
-        return Passed.REFUSED
+        return False
     parameters: Parameters = {
         **request.parameters(tenure.owner),
         **tenure._asdict(),
@@ -230,11 +216,11 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
     try:
         sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:
-        return Passed.UNKNOWN
+        return None
     except LockStoreError:
-        return Passed.REFUSED
+        return False
     if not rows:
-        return Passed.REFUSED
+        return False
     held.handed_over = True
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
@@ -242,4 +228,4 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant)
-    return Passed.DONE
+    return True

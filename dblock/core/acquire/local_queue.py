@@ -44,7 +44,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import replace
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from dblock.core.acquire.request import Request, about
 from dblock.core.protocol.queue import Place
@@ -77,12 +77,13 @@ MOVES: Final = {
 }
 
 
-class Waiting(Protocol):
-    """An attempt of a flow to acquire the key (`dblock.core.acquire.waiting`), as its local queue knows it."""
+class Waiting:
+    """The part of an attempt to acquire the key (`dblock.core.acquire.waiting`) that its local queue knows."""
 
     request: Request
     stage: Stage
     owner: str
+    given_up: tuple[str, ...]
     grant: Grant | None
     place: Place | None
     seen: float
@@ -91,11 +92,17 @@ class Waiting(Protocol):
 
     def move(self, stage: Stage) -> None:
         """Change to another stage."""
-        ...
+        if stage not in MOVES[self.stage]:
+            raise RuntimeError(f"a waiter moves from {self.stage.name} to {stage.name}: a defect of dblock")
+        self.stage = stage
 
     def give_up_tokens(self) -> None:
-        """Remember what the database may have under its tokens, as unwanted."""
-        ...
+        """Remember what the database may have under its tokens, as unwanted; from now on it has none."""
+        tokens = [self.owner] if self.owner and self.stage is not Stage.WAITING else []
+        if self.place is not None and self.place.owner != self.owner:
+            tokens.append(self.place.owner)
+        self.given_up += tuple(tokens)
+        self.place, self.owner = None, ""
 
 
 class LocalQueue:
@@ -109,27 +116,23 @@ class LocalQueue:
         """In order; finding, adding and removing one takes as long among ten thousand as among two."""
         self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
-        self._holder: tuple[LockInfo | None, float] = None, 0.0
+        self.last_seen: tuple[LockInfo | None, float] = None, 0.0
+        """The row as last read, however long ago, and the local time of that."""
 
     @property
     def _timing(self) -> Timing:
         return self._beside.database.timing
 
     @property
-    def last_seen(self) -> tuple[LockInfo | None, float]:
-        """The row as last read, however long ago, and the local time of that."""
-        return self._holder
-
-    @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if it was read lately."""
-        info, seen = self._holder
+        info, seen = self.last_seen
         ago = self._now() - seen
         return replace(info, age=info.age + ago) if info is not None and ago < self._timing.attention else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
-        self._holder = info, self._now()
+        self.last_seen = info, self._now()
 
     def _first(self) -> Waiting | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""

@@ -41,27 +41,22 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
             yield from site.tell(channel, Message(door_bell(door), int(fence)))
 
 
-def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:
-    """Remember a slot that was left, for some keys."""
-    left = slots.setdefault(key, [])
-    left[:] = [*left[-REMEMBERED:], slot]
-    if len(slots) > REMEMBERED:
-        _ = slots.pop(next(iter(slots)), None)
-
-
 def leave_share(site: Site, held: Grant, until: float | None = None) -> Steps[bool]:
     """End the tenure of a reader or of a permit; False if it was over.
 
     A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
     """
     database, dialect = site.database, site.database.dialect
-    kept = held.guarded or slot_of(held.tenure.key) is not None
-    parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": key_of_share(held.tenure.key)}
+    door, slot = key_of_share(held.tenure.key), slot_of(held.tenure.key)
+    parameters: Parameters = {**held.tenure._asdict(), "min_hold": 0.0, "door": door}
     until = database.now() + database.timing.retry_budget if until is None else until
-    statement = dialect.leave_slot if kept else dialect.leave_read
+    statement = dialect.leave_read if slot is None and not held.guarded else dialect.leave_slot
     rows, again = yield from send_twice(database, statement, parameters, until)
-    if (slot := slot_of(held.tenure.key)) is not None:
-        _remember(site.slots, key_of_share(held.tenure.key), slot)
+    if slot is not None:
+        left = site.slots.setdefault(door, [])
+        left[:] = [*left[-REMEMBERED:], slot]
+        if len(site.slots) > REMEMBERED:
+            _ = site.slots.pop(next(iter(site.slots)), None)
     yield from notify_door(site, held.tenure.key, rows if rows and dialect.leaving_answers else None)
     return bool(rows) or again
 

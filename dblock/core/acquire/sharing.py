@@ -214,19 +214,14 @@ class Sharing:
             ended = [str(row[0]) for row in rows if row[3] <= 0]
             if not ended:
                 return list(rows)
-            deleted = yield from self._end_expired(ended)
-            if deleted < len(ended):  # a transaction pins one of them, or it was renewed
+            over: Parameters = {"names": json.dumps(ended, ensure_ascii=False)}
+            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.until, resend=True)
+            if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed
+                yield from self._find_server()
                 return list(rows)
 
     def _listed(self, most: int) -> Steps[Rows]:
         return (yield from listed(self.database, self.request.key, most, self.until))
-
-    def _end_expired(self, keys: Sequence[str]) -> Steps[int]:
-        parameters = {"names": json.dumps(keys, ensure_ascii=False)}
-        _, rows = yield from send(self.database, self.dialect.end_expired, parameters, self.until, resend=True)
-        if len(rows) < len(keys):
-            yield from self._find_server()
-        return len(rows)
 
     def _find_server(self) -> Steps[None]:
         """After a refusal: where the server has started anew, or was promoted, a client has to find it first."""
@@ -406,7 +401,7 @@ class Sharing:
             self.attempt.contended(None)
         services, now, tenure = self.attempt.find_services(), self.database.now, door.tenure
         wakeup, channel = Wakeup(self.database), services.channel
-        socket = wakeup.socket = self.site.sockets.lend() if channel else None
+        socket = wakeup.socket = self.site.sockets().lend() if channel else None
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
@@ -439,7 +434,7 @@ class Sharing:
                 shares = yield from look_for()
         finally:
             wakeup.socket = None
-            self.site.sockets.take_back(socket)
+            self.site.sockets().take_back(socket)
             self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 

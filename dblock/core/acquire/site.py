@@ -6,9 +6,8 @@ Rule: there is one site for each store of the process (`dblock.core.runtime`).
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from dblock.core.acquire.local_queue import LocalQueues
@@ -16,10 +15,8 @@ from dblock.core.errors import LockStoreError
 from dblock.core.protocol import queue
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-
-if TYPE_CHECKING:
-    from dblock.core.wakeup.local_socket import LocalSockets
 
 CONTENDED: Final = 1000
 """Most keys that are marked as contended."""
@@ -42,12 +39,8 @@ class Site:
         """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
         self._contended: dict[str, tuple[float, int]] = {}
         """The local time at which a key was last found contended, and its hand-overs in a row inside this machine."""
-        self._sockets = sockets
-
-    @functools.cached_property
-    def sockets(self) -> LocalSockets:
+        self.sockets = sockets
         """The sockets by which flows of this process are notified; made when first needed."""
-        return self._sockets()
 
     def begin_trying(self, key: str, wakeup: Wakeup) -> None:
         """A flow tries to get a permit; it is notified when it is the first of those that try."""
@@ -73,7 +66,7 @@ class Site:
 
         Returns whether it is on this machine, as far as is known.
         """
-        sockets = self.sockets
+        sockets = self.sockets()
         ours = not channel or channel.startswith(sockets.channel)
         if (ours and self.wakeups.notify(message)) or not channel:
             return True

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dblock.core.acquire import handover, slow
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import MOVES, LocalQueue, Stage
+from dblock.core.acquire.local_queue import LocalQueue, Stage, Waiting
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
@@ -31,7 +31,7 @@ from dblock.core.wakeup.registry import Wakeup
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Attempt:
+class Attempt(Waiting):
     """One attempt of a flow to acquire a key, until it has the key, gives up or is interrupted.
 
     If the key is not free the flow waits, in a local queue, and once it is the first there, in the database's queue.
@@ -70,18 +70,14 @@ class Attempt:
 
     seen: float = 0.0
     """The local time of its last activity in the local queue."""
-    holds_other_keys: bool = False
     channel: str = ""
     """The channel that its place names."""
     heartbeat_due: float = 0.0
     """Local time of the next heartbeat, if the waiter sends its own."""
     deadlock_check_due: float = 0.0
     """Local time of the next check for a deadlock."""
-    listen_after: float = 0.0
-    """Seconds of waiting, with jitter, after which the process listens for notifications of the database."""
-    waiting_since: float = 0.0
-    undo_until: float = math.inf
-    """The local time until which an interrupted waiter cleans up."""
+    listen_at: float = 0.0
+    """Local time, with jitter, from which the process listens for notifications of the database."""
     holder: LockInfo | None = None
     """The holder as last read."""
     expects_neighbour: bool = False
@@ -105,30 +101,7 @@ class Attempt:
     def again(self, request: Request) -> Attempt:
         """An attempt to acquire what another request asks for, in the time that is left."""
         left = None if self.timeout is None else max(self.deadline - self.site.database.now(), 0.0)
-        return Attempt(
-            self.site,
-            request,
-            left,
-            self.find_services,
-            self.held,
-            self.contended,
-            self.slow_wait,
-            self.held_in_process,
-        )
-
-    def move(self, stage: Stage) -> None:
-        """Change to another stage."""
-        if stage not in MOVES[self.stage]:
-            raise RuntimeError(f"a waiter moves from {self.stage.name} to {stage.name}: a defect of dblock")
-        self.stage = stage
-
-    def give_up_tokens(self) -> None:
-        """Remember what the database may have under its tokens, as unwanted; from now on it has none."""
-        tokens = [self.owner] if self.owner and self.stage is not Stage.WAITING else []
-        if self.place is not None and self.place.owner != self.owner:
-            tokens.append(self.place.owner)
-        self.given_up += tuple(tokens)
-        self.place, self.owner = None, ""
+        return replace(self, request=request, timeout=left)
 
     def enter(self, holder: LockInfo | None) -> None:
         """Begin to wait; `holder` is the holder as last read. Raises a LockError where a wait could not end."""
@@ -139,15 +112,15 @@ class Attempt:
             refused.holder = None if holder is None else holder.masked()
             raise
         self.services, self.wakeup = self.find_services(), Wakeup(site.database)
-        self.holder, self.holds_other_keys = holder, bool(self.held())
+        self.holder = holder
         self.expects_neighbour = holder is None and site.expects_neighbour(request.key)
-        alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
+        alone = not (request.fair and self.services.queues_locally) or bool(self.held())
         if alone:
             self.leave()
         self.owner = request.new_owner()
-        self.waiting_since = site.database.now()
-        self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-        self.slow_wait.begin(self.waiting_since)
+        began = site.database.now()
+        self.listen_at = began + self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
+        self.slow_wait.begin(began)
         site.local_queues.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
         if holder is not None:
             self.local_queue.holder = holder
@@ -165,10 +138,12 @@ class Attempt:
         if behind:
             yield from self._withdraw()
             return
+        database = self.site.database
+        until = database.now() + database.timing.undo_timeout
         if queued and self.given_up:
-            _ = yield from queue.leave_queue(self.site.database, self.given_up, self._left_to_undo())
+            _ = yield from queue.leave_queue(database, self.given_up)
         for owner in self.given_up:
-            yield from undo_take(self.site, self.request.key, owner, self._left_to_undo())
+            yield from undo_take(self.site, self.request.key, owner, max(until - database.now(), 0.0))
 
     def _parameters(self) -> dict[str, Any]:
         return self.request.parameters(self.owner, self.channel)
@@ -262,14 +237,13 @@ class Attempt:
     def _give_up(self) -> Steps[Grant | Refused | None]:
         """A grant of the last moment; else the holder to name; or None to try again, as that is not known."""
         self._log_slow_wait()
-        local_queue = self.local_queue
         self.leave()
         if (grant := self.grant) is not None:  # handed over at the last moment
             if (yield from self._is_trusted(grant)):
                 return (yield from self._leave_with(grant))
             self.give_up_tokens()
         yield from self._withdraw()
-        holder = local_queue.holder or self.holder or (yield from self._last_read())
+        holder = self.local_queue.holder or self.holder or (yield from self._last_read())
         return None if holder is None else Refused(holder)
 
     def _round_trip(self) -> float:
@@ -307,7 +281,7 @@ class Attempt:
 
         None if the time is up, or a flow of this process has handed over the key.
         """
-        database, sockets = self.site.database, self.site.sockets
+        database, sockets = self.site.database, self.site.sockets()
         before = self.local_queue.begin_queueing(self)
         if before is Stage.HANDED_OVER:
             return None
@@ -343,7 +317,6 @@ class Attempt:
         try:
             alone = not self.services.keep(place)
             return (yield from self._await_grant(place, view, alone=alone))
-            return found
         finally:
             self.site.wakeups.unregister(key, place.ticket, self.wakeup)
             self.services.leave(place.owner)
@@ -371,12 +344,6 @@ class Attempt:
         """Seconds for an orderly clean-up."""
         database = self.site.database
         return min(database.timing.handover_retry, max(self.until - database.now(), 0.0))
-
-    def _left_to_undo(self) -> float:
-        """Seconds left for the clean-up after an interrupt, counted from the first call."""
-        now = self.site.database.now()
-        self.undo_until = min(self.undo_until, now + self.site.database.timing.undo_timeout)
-        return max(self.undo_until - now, 0.0)
 
     def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Stage | None]:
         """A grant; an outcome; or None if the time is up, or a flow of this process has handed over the key.
@@ -436,16 +403,13 @@ class Attempt:
             return not self.wakeup.flooded
         # The process listens at the database only for long waits: otherwise many processes that begin to wait at once
         # would all connect, which takes longer than most waits.
-        waited = self.site.database.now() - self.waiting_since
-        if waited >= self.listen_after:
+        if self.site.database.now() >= self.listen_at:
             self.services.listen()
             return False
         # Until then only a holder on this machine notifies: one whose token begins with the machine's name; or an
         # unknown one that is expected to be here, as the last hand-overs all were.
         holder, here = self.holder, self.request.flow[:MACHINE]
-        near = self.expects_neighbour
-        if holder is not None:
-            near = (holder.owner or "").startswith(here)
+        near = self.expects_neighbour if holder is None else (holder.owner or "").startswith(here)
         return near and self.wakeup.socket is not None
 
     def _grant_by_message(self, place: Place) -> Steps[Grant | None]:
@@ -472,7 +436,7 @@ class Attempt:
     def _periodic_work(self, place: Place, *, alone: bool) -> Steps[float]:
         """Do the periodic work that is due: heartbeat, deadlock check; returns the seconds until the next."""
         database, now = self.site.database, self.site.database.now
-        listens_in = self.waiting_since + self.listen_after - now()
+        listens_in = self.listen_at - now()
         soonest = listens_in if listens_in > 0 else math.inf
         self.seen = place.seen = now()
         if alone:
@@ -480,9 +444,9 @@ class Attempt:
                 yield from queue.heartbeat(database, [place], self.until)
                 self.heartbeat_due = now() + self.timing.heartbeat_interval
             soonest = self.heartbeat_due - now()
-        if self.holds_other_keys:
+        if held := self.held():
             if now() >= self.deadlock_check_due:
-                error = yield from deadlock(database, place.owner, self.held(), self.until)
+                error = yield from deadlock(database, place.owner, held, self.until)
                 if error is not None:
                     raise error
                 self.deadlock_check_due = now() + self.timing.deadlock_check
