@@ -449,7 +449,7 @@ def test_a_body_whose_context_is_gone(subject: Subject, other: Actor, candidate:
         time.sleep(0.2)
         assert not resigning.done()
         assert subject.row(KEY)["owner"]
-        pool.submit(copy_context().run, next, generator, None).result()
+        pool.submit(copy_context().run, lambda: next(generator, None)).result()
     resigning.result(10)
     assert subject.row(KEY)["owner"] is None
 

@@ -80,8 +80,6 @@ MOVES: Final = {
 class Waiting:
     """The part of an attempt to acquire the key (`dblock.core.acquire.waiting`) that its local queue knows."""
 
-    __slots__ = ()
-
     request: Request
     stage: Stage
     owner: str

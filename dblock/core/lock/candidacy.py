@@ -90,7 +90,7 @@ class Candidacy:
         """
         try:
             self._disbelieve()
-            if (hold := self.lock._hold_here()) is not None and self.flow.holds.pop((hold.store, hold.key), None):
+            if (hold := self.lock._hold_here()) is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:
                 # One flow gets it.
                 yield from leaving.leave_entry(self.lock, Block(hold.entries[0], hold))
         finally:
