@@ -90,8 +90,9 @@ class Candidacy:
         """
         try:
             self._disbelieve()
-            if (hold := self.lock._hold_here()) is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:
-                # One flow gets it.
+            hold = self.lock._hold_here()
+            mine = hold and self.flow.holds.pop((hold.store, hold.key), None)  # one flow gets it
+            if hold is not None and mine is not None:
                 yield from leaving.leave_entry(self.lock, Block(hold.entries[0], hold))
         finally:
             self.flow.driver = nobody
