@@ -119,8 +119,8 @@ def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None
         if closed and now() >= deadline:
             return Refused(holder)
         # A key that is free but cannot be taken has waiters, or a transaction pins it, or the server was promoted.
-        waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
-        if waits and now() < deadline:
+        waits = held or (holder is not None and (yield from handover.grant_next(site, key, until=until)))
+        if (waits or (holder is not None and tries > 2)) and now() < deadline:
             attempt.enter(holder)
             return None
         if tries > 1 or not answered:

@@ -2,7 +2,8 @@
 
 A release frees the key, and its answer says whether somebody may be waiting. Then the releaser grants the key to the
 first waiter (`dblock.core.protocol.queue` says why none is forgotten) and notifies it: in this process, on this
-machine, or through the database. To a flow of this process it hands the key over instead of releasing
+machine, or through the database. Where it expects waiters it grants its own tenure instead, by one statement, and
+releases only if no waiter was granted it. To a flow of this process it hands the key over instead of releasing
 (`hand_over_local`).
 
 Rule: failures here are left to the waiters, which poll. A releaser never takes back a key that it has released.
@@ -101,7 +102,7 @@ def _grant_or_free(site: Site, held: Grant) -> Steps[bool]:
 
 
 def free(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
-    """The same by a release alone, which may be sent twice; then the next waiter is granted the key.
+    """As `release`, but by a release alone, which may be sent twice; then the next waiter is granted the key.
 
     `until` is the local time until which to try, by default as long as statements are resent.
     """

@@ -9,7 +9,7 @@ from dblock.core.protocol.queue import Place
 
 
 class WaiterServices:
-    """The services of a process for its waiters; here none."""
+    """The services of a process for its waiters; here none: `dblock.core.runtime.ProcessServices` has them."""
 
     queues_locally = False
     """Whether the flows of the process wait for a key in one local queue; else each waits alone."""

@@ -83,7 +83,7 @@ class Site:
         self.database.latency.leave_to_parent()
 
     def note_contention(self, key: str) -> None:
-        """Mark the key as contended. Not called for one's own grant; otherwise the mark would never decay."""
+        """Mark the key as contended. A flow that is granted the key does not: otherwise the mark would never decay."""
         if len(self._contended) >= CONTENDED:
             self._contended.clear()
         self._contended[key] = self.database.now(), (self._mark(key) or (0.0, 0))[1]

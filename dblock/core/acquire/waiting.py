@@ -235,7 +235,7 @@ class Attempt(Waiting):
         return False
 
     def _give_up(self) -> Steps[Grant | Refused | None]:
-        """A grant of the last moment; else the holder to name; or None to try again, as that is not known."""
+        """A grant of the last moment; else the refusal, which names the holder; None: it is unknown, so try again."""
         self._log_slow_wait()
         self.leave()
         if (grant := self.grant) is not None:  # handed over at the last moment
@@ -423,7 +423,7 @@ class Attempt(Waiting):
         return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.until))
 
     def _poll(self, place: Place) -> Steps[QueueStatus | Stage | None]:
-        """The state of the queue; TAKE_AGAIN if there is no row; None if there was no answer before the deadline."""
+        """The state of the queue; OUTSIDE if there is no row; None if there was no answer before the deadline."""
         database = self.site.database
         try:
             view = yield from queue.status(database, self.request.key, self.until, place.owner, place.ticket)

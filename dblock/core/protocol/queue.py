@@ -68,7 +68,8 @@ notifies waiters, and waits.
 # local clock decides. Any other message, or none, costs a poll: the waiter reads the row, and accepts the tenure that
 # it was granted.
 #
-# Crashes: a releaser that dies between release and grant leaves a free key with different numbers; each waiter that
+# Crashes: when a holder has died its lease ends, and then the first live waiter that polls grants the key to the first
+# of the queue. A releaser that dies between release and grant leaves a free key with different numbers; each waiter that
 # polls grants it to the first of the queue. A waiter that was granted the key and died loses it with its place at the
 # latest. Waiters that died together expire together.
 #

@@ -5,7 +5,7 @@ Theory
 A key's row is in one of three states, judged by the clock of the database that holds the row and by nothing else:
 
     free      owner is null
-    held      owner is set and the clock has not reached expires_at
+    held      owner is set and the clock has not reached expires_at, the end of the lease and its `grace`
     expired   owner is set and the clock has reached expires_at: it has no holder, and was not released
 
 and these are the moves without waiters (`dblock.core.protocol.queue` adds `grant`, `accept` and `hand_over_local`). A
