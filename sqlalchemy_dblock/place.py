@@ -74,20 +74,17 @@ class EnginePlace(Place):
             text = f"the lock of an Engine blocks the event loop while the database answers: {INSTEAD}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)  # Python shows it once
 
-    @property
-    def _session(self) -> Any:
-        return None if self._given_session is None else self._given_session()
-
     def defers(self, lock: HoldObserver, hold: Hold, *, last: bool) -> bool:
         """Whether the session's transaction is open; its end releases."""
-        session = self._session
+        session = self._given_session and self._given_session()
         if session is None and hold.transactions and hold.store.database.dialect.single_writer:
             session = hold.transactions[0]()  # a session that guards it: no other one can write before it has ended
         return session is not None and lock.options.release == "auto" and _transactions().keep_until_end(hold, session)
 
     def pin(self, hold: Hold, given: Any, step: Execute) -> Rows:
         """Run it in the transaction of a session or connection, by default of `session=`."""
-        given, transactions = self._session if given is None else given, _transactions()
+        given = self._given_session and self._given_session() if given is None else given
+        transactions = _transactions()
         rows: Rows = transactions.pin(self.store(), self._engine, transactions.connection_of(given), step)
         if hasattr(given, "get_bind"):  # a session, not a connection
             hold.transactions = (weakref.ref(given.registry() if hasattr(given, "registry") else given),)

@@ -304,7 +304,7 @@ class BaseLock:
 
     def _running_flow(self) -> Flow:
         """The flow that owns what is taken here: that of the object, if it has one, else the one that runs."""
-        return self._flow or current_flow()
+        return self._flow or runtime.current.flows.current()
 
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""
