@@ -42,7 +42,7 @@ QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it
 @pytest.mark.parametrize(
     ("which", "least"),
     [
-        (("-k", f"({QUEUE}) or crowd_uses", "tests/contract/test_queue.py", "tests/sqlalchemy/test_engines.py"), 26),
+        (("-k", f"({QUEUE}) or crowd_uses", "tests/contract/test_queue.py", "tests/sqlalchemy/test_engines.py"), 24),
         *([(("-k", FEW, "tests/contract/test_guard.py"), 50)] if LONG else []),
     ],
 )
