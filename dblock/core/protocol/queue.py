@@ -70,8 +70,8 @@ notifies waiters, and waits.
 #
 # Crashes: when a holder has died its lease ends, and then the first live waiter that polls grants the key to the first
 # of the queue. A releaser that dies between release and grant leaves a free key with different numbers; each waiter
-# that polls grants it to the first of the queue. A waiter that was granted the key and died loses it with its place at the
-# latest. Waiters that died together expire together.
+# that polls grants it to the first of the queue. A waiter that was granted the key and died loses it with its place
+# at the latest. Waiters that died together expire together.
 #
 # A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket,
 # or no place of its own, and joins anew. Waiters poll in any case: the head of the queue often where not every releaser
