@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Final
 
 from dblock.core.acquire.local_queue import Waiting
@@ -28,6 +29,17 @@ from dblock.core.wakeup.registry import Message
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
+
+
+class Passed(Enum):
+    """What became of the hand-over of a held tenure inside this process."""
+
+    DONE = auto()
+    """The heir has the key."""
+    REFUSED = auto()
+    """The flow that handed it over still has it."""
+    UNKNOWN = auto()
+    """The answer was lost."""
 
 
 def grant(site: Site, key: str, first: int, held: Grant | None = None, *, until: float = math.inf) -> Steps[bool]:
@@ -128,21 +140,19 @@ def pass_on(site: Site, held: Grant) -> Steps[bool]:
     """
     if SHARE in held.tenure.key:
         return (yield from leave_share(site, held))
-    heir, owner = None, ""
-    passed: bool | None = False
-    """Whether the heir has the key; None if that is not known."""
+    passed, heir, owner = Passed.REFUSED, None, ""
     try:
         local_queue = site.local_queues.get(held.tenure.key)
         heir = None if local_queue is None else local_queue.offer()
         if heir is not None:
-            passed, owner = None, heir.owner
+            passed, owner = Passed.UNKNOWN, heir.owner
             passed = yield from _hand_over_local(site, heir, held)
-            if passed is False:
+            if passed is Passed.REFUSED:
                 heir.local_queue.retract(heir)
         in_time = yield from release(site, held)
-        if heir is not None and passed is None and not in_time and heir.owner != owner:
+        if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
             yield from undo_take(site, held.tenure.key, owner, again=False)
-        return in_time or passed is None  # noqa: TRY300 - an else would be no clearer
+        return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
@@ -150,7 +160,7 @@ def pass_on(site: Site, held: Grant) -> Steps[bool]:
             _ = yield from free(site, held)
         raise
     finally:
-        if not passed:
+        if passed is not Passed.DONE:
             site.local_queues.freed(held.tenure.key)
 
 
@@ -199,13 +209,13 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
                 yield from undo_take(site, key, owner, until - database.now(), again=False)
 
 
-def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | None]:
-    """Whether the flow of this process that a held tenure was offered to has it now; None if the answer was lost."""
+def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
+    """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         database.before_waiting()
     except LockError:  # inside a transaction that may roll it back, or on an event loop
-        return False
+        return Passed.REFUSED
     parameters: Parameters = {
         **request.parameters(tenure.owner),
         **tenure._asdict(),
@@ -217,11 +227,11 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | Non
     try:
         sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:
-        return None
+        return Passed.UNKNOWN
     except LockStoreError:
-        return False
+        return Passed.REFUSED
     if not rows:
-        return False
+        return Passed.REFUSED
     held.handed_over = True
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
@@ -229,4 +239,4 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | Non
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant)
-    return True
+    return Passed.DONE

@@ -62,7 +62,7 @@ class AutocommitPool:
     ) -> None:
         """`local`: the database is a file, for which nothing has to be done in the background.
 
-        `loop` returns the running event loop, for asynchronous drivers.
+        `loop` returns the running event loop, for asynchronous drivers; by default None, as the class of None does.
         """
         self._most = most, max(2, most)
         """For taking and waiting, and for renewing and releasing: indexed by `critical`."""
