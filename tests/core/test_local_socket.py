@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dblock.core.wakeup.local_socket import KEPT, LocalSocket, LocalSockets
+from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.lab import until
 
@@ -42,9 +42,9 @@ def others() -> Iterator[LocalSockets]:
     made.close()
 
 
-def lent(sockets: LocalSockets) -> LocalSocket:
+def opened(sockets: LocalSockets) -> LocalSocket:
     """One for a flow."""
-    socket = sockets.lend()
+    socket = sockets.open()
     assert socket is not None
     return socket
 
@@ -80,7 +80,7 @@ def test_a_flow_that_waits_at_a_socket_is_woken(
     wakeups: Wakeups, sockets: LocalSockets, others: LocalSockets, waits: Callable[[Wakeup], None], *, neighbour: bool
 ) -> None:
     """By a datagram, which it reads itself; and by flows of its process. Not by what is not for it."""
-    wakeup, socket = Wakeup(), lent(sockets)
+    wakeup, socket = Wakeup(), opened(sockets)
     wakeup.socket = socket
     wakeups.register("k", 7, wakeup)
     flow = waiting(wakeup, waits)
@@ -102,18 +102,18 @@ def test_a_flow_that_waits_at_a_socket_is_woken(
     assert not wakeup.consume()
 
 
-def test_the_next_flow_at_a_socket_reads_no_earlier_datagram(sockets: LocalSockets) -> None:
-    """They are kept for the next flow, a few of them."""
-    several = [lent(sockets) for _ in range(KEPT + 2)]
-    assert len({socket.channel for socket in several}) == len(several)
-    for each in several:
-        assert sockets.notify(each.channel, MESSAGE.text())
-        sockets.take_back(each)
-    again = lent(sockets)
-    assert again in several
-    assert again.receive(0.0) is None
-    assert len(sockets._idle) == KEPT - 1
-    assert sum(each.fileno() < 0 for each in several) == 2, "the garbage collector finds nothing unclosed"
+def test_a_flow_that_no_longer_waits_leaves_no_socket(sockets: LocalSockets) -> None:
+    """Its name is nobody's from then on: who notifies it finds that out, and tells it in another way."""
+    wakeup = Wakeup()
+    channel = wakeup.listen(sockets)
+    socket = wakeup.socket
+    assert socket is not None
+    assert sockets.notify(channel, MESSAGE.text())
+    wakeup.close()
+    assert (wakeup.socket, socket.fileno()) == (None, -1)
+    assert not sockets.notify(channel, MESSAGE.text())
+    assert wakeup.listen(sockets) != channel
+    wakeup.close()
 
 
 def test_no_descriptor_is_left(sockets: LocalSockets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +124,14 @@ def test_no_descriptor_is_left(sockets: LocalSockets, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr("dblock.core.wakeup.local_socket._bound", none_left)
-        assert sockets.lend() is None
-        sockets.take_back(None)
-    assert sockets.lend() is not None
+        assert sockets.open() is None
+        assert Wakeup().listen(sockets) == sockets.channel
+    assert sockets.open() is not None
 
 
 def test_a_fork_leaves_the_names_to_the_parent(sockets: LocalSockets) -> None:
     """A child that kept one open would keep its name, and swallow what is said there, when its parent is gone."""
-    socket = lent(sockets)
+    socket = opened(sockets)
     (reads, writes), (ends, end) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:

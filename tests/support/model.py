@@ -34,11 +34,8 @@ class Post:
     def __init__(self, world: World, channel: str = "nowhere") -> None:
         self._world, self.channel = world, channel
 
-    def lend(self) -> None:
+    def open(self) -> None:
         """None: messages come through the registry."""
-
-    def take_back(self, lent: None) -> None:
-        pass
 
     def notify(self, channel: str, text: str) -> bool:
         self._world.calls.append(channel)

@@ -392,10 +392,8 @@ class Sharing:
         if self.attempt.contended is not None:
             self.attempt.contended(None)
         services, now, tenure = self.attempt.find_services(), self.database.now, door.tenure
-        wakeup, channel = Wakeup(self.database), services.channel
-        socket = wakeup.socket = self.site.sockets().lend() if channel else None
-        if socket is not None:
-            channel = socket.channel
+        wakeup = Wakeup(self.database)
+        channel = services.channel and wakeup.listen(self.site.sockets())
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
         began, renew_at = now(), -math.inf
         self.attempt.slow_wait.begin(self.attempt.start)
@@ -416,7 +414,7 @@ class Sharing:
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None
                 pause = self.timing.poll_notified
-                if wakeup.flooded or not (rings or (near and socket is not None)):
+                if wakeup.flooded or not (rings or (near and wakeup.socket is not None)):
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
@@ -425,8 +423,7 @@ class Sharing:
                 _ = wakeup.consume()
                 shares = yield from look_for()
         finally:
-            wakeup.socket = None
-            self.site.sockets().take_back(socket)
+            wakeup.close()
             self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 

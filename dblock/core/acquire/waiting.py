@@ -281,7 +281,7 @@ class Attempt(Waiting):
 
         None if the time is up, or a flow of this process has handed over the key.
         """
-        database, sockets = self.site.database, self.site.sockets()
+        database = self.site.database
         before = self.local_queue.begin_queueing(self)
         if before is Stage.HANDED_OVER:
             return None
@@ -289,10 +289,7 @@ class Attempt(Waiting):
             grant = yield from queue.accept(database, self._parameters(), 0, self.until)
             if grant is not None:
                 return grant if (yield from self._is_trusted(grant)) else Stage.WAITING
-        self.channel = self.services.channel
-        socket = self.wakeup.socket = sockets.lend() if self.channel else None
-        if socket is not None:
-            self.channel = socket.channel
+        self.channel = self.services.channel and self.wakeup.listen(self.site.sockets())
         try:
             joined = yield from self._enqueue()
             if joined is None:  # there is no row, or another waiter has just got the same ticket
@@ -300,8 +297,7 @@ class Attempt(Waiting):
             self.place, view = joined
             found = yield from self._keep_place(self.place, view)
         finally:
-            self.wakeup.socket = None
-            sockets.take_back(socket)
+            self.wakeup.close()
         if isinstance(found, Grant) and found.ticket:
             place, self.place = self.place, None
             if not (database.dialect.grant_leaves or self.services.withdraw("", place.owner)):

@@ -33,10 +33,6 @@ CHANNEL: Final = re.compile(r"dblock_[0-9a-f]{8}_[0-9a-f]{16}(\.\d{1,18})?", re.
 and on MySQL a notification ends its query."""
 _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, ticket and fence 19 digits, a proof 64."""
-_WAITING: Final = 100
-"""Most datagrams of an earlier waiter that are discarded when a socket is lent again; Linux keeps ten."""
-KEPT: Final = 5
-"""Most idle sockets that are kept."""
 
 
 class LocalSocket:
@@ -88,46 +84,29 @@ class LocalSockets:
         self.neighbourhood = f"dblock_{here or secrets.token_hex(4)}_"
         """Prefix of the channels of all processes that can be notified from here."""
         self.channel = self.neighbourhood + secrets.token_hex(8)
-        self._open = bool(here)
+        self._works = bool(here)
         self._sender: socket.socket | None = None
         self._making = threading.Lock()
         if not here:
             self.neighbourhood = self.channel
         self._numbers = itertools.count()
-        self._idle: list[LocalSocket] = []
         self._all: WeakSet[LocalSocket] = WeakSet()
 
-    def lend(self) -> LocalSocket | None:
-        """A socket for a flow that is going to wait; None if sockets do not work here."""
-        if not self._open:
+    def open(self) -> LocalSocket | None:
+        """A socket for a flow that is going to wait, which closes it; None if sockets do not work here."""
+        if not self._works:
             return None
-        with contextlib.suppress(IndexError):  # none is left
-            while True:
-                lent = self._idle.pop()
-                for _ in range(_WAITING):
-                    if lent.receive(0.0) is None:
-                        break
-                if lent.fileno() >= 0:
-                    return lent
         channel = f"{self.channel}.{next(self._numbers)}"
         try:
-            lent = LocalSocket(channel, _bound(channel), self._sends(), self._on_message)
+            opened = LocalSocket(channel, _bound(channel), self._sends(), self._on_message)
         except OSError:  # out of descriptors
             return None
-        self._all.add(lent)
-        return lent
-
-    def take_back(self, lent: LocalSocket | None) -> None:
-        """Return a socket whose flow no longer waits."""
-        if lent is not None and lent.fileno() >= 0:
-            if len(self._idle) < KEPT:
-                self._idle.append(lent)
-            else:
-                lent.close()
+        self._all.add(opened)
+        return opened
 
     def notify(self, channel: str, text: str) -> bool:
         """Notify a flow of this machine; False if that did not work."""
-        if not (self._open and channel.startswith(self.neighbourhood) and CHANNEL.fullmatch(channel)):
+        if not (self._works and channel.startswith(self.neighbourhood) and CHANNEL.fullmatch(channel)):
             return False
         try:
             _ = self._sends().sendto(text.encode(), "\0" + channel)
@@ -144,7 +123,7 @@ class LocalSockets:
 
     def close(self) -> None:
         """Close all sockets in a forked child; the names stay the parent's."""
-        self._open = False
+        self._works = False
         for each in self._all:
             each.close()
         if self._sender is not None:

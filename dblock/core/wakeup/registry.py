@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from weakref import ref
 
 from dblock.core import clock
-from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
 
 
 class Message(NamedTuple):
@@ -91,6 +91,17 @@ class Wakeup:
         self._loop: Any = None
         self._future: Any = None
 
+    def listen(self, sockets: LocalSockets) -> str:
+        """Let the flow wait at a socket of its own, if that works; the channel at which it is notified."""
+        self.socket = sockets.open()
+        return sockets.channel if self.socket is None else self.socket.channel
+
+    def close(self) -> None:
+        """Close the socket of a flow that no longer waits."""
+        socket, self.socket = self.socket, None
+        if socket is not None:
+            socket.close()
+
     def notified(self) -> bool:
         """Whether it was notified since the last `consume()`."""
         return not self._quiet.locked()
@@ -137,10 +148,10 @@ class Wakeup:
         if text:
             socket.on_message(text)
         if self._received > MOST:
-            self.flooded, self.socket = True, None
+            self.flooded = True
             if self._loop is not None:
                 self._loop.remove_reader(socket.fileno())
-            socket.close()
+            self.close()
 
     async def wait_async(self, seconds: float) -> None:
         """Wait in this task until it is notified."""
