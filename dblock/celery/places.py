@@ -83,7 +83,7 @@ def give_up(task: Any, task_id: Any, text: str) -> None:
     try:
         info = lock.inspect()
         if info is not None and info.identity.celery_task_id == storable(str(task_id)):
-            _ = lock._drive(handover.free(runtime.current.site(lock._place.store()), Grant(token.tenure)))
+            _ = lock._drive(handover.end(runtime.current.site(lock._place.store()), Grant(token.tenure)))
     except LockError as error:
         warn("the lock of a message of %s that nobody will run ends with its lease: %s", task.name, error)
 

@@ -212,7 +212,7 @@ def give_back(site: Site, holds: Sequence[Hold]) -> Steps[int]:
             if not isinstance(error, StoreBusy):
                 break
         finally:
-            site.local_queues.freed(hold.tenure.key)
+            site.local_queues.released(hold.tenure.key)
     return given
 
 

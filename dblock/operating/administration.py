@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.shares import notify_door
+from dblock.core.acquire.handover import notify_door
 from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell

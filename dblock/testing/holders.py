@@ -98,7 +98,7 @@ class Busy:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
-                _ = yield from handover.free(runtime.current.site(self._store), grant)
+                _ = yield from handover.end(runtime.current.site(self._store), grant)
 
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:
@@ -222,7 +222,7 @@ def _taking_away(hold: Hold) -> Steps[None]:
     _ = yield from force_release(hold.store, key, fence, "taken away by a test")
     yield from find_out(hold)
     _ = watchdog.discard(hold)
-    site_of(hold).local_queues.freed(key)
+    site_of(hold).local_queues.released(key)
 
 
 def _store(key: str, bind: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from dblock.core import runtime
-from dblock.core.acquire import handover, shares
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -25,6 +24,7 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
+from dblock.core.protocol import tenures
 from dblock.core.values import SHARE
 from tests.conftest import SELDOM, timed
 from tests.contract.test_administration import Desk
@@ -334,15 +334,15 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
 
 def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
-    sem, leave, interrupts = semaphore(either, 3), shares.leave_share, [Interrupted()]
+    sem, end, interrupts = semaphore(either, 3), tenures.end, [Interrupted()]
 
     def interrupted(*given: Any) -> Any:
         if interrupts:
             raise interrupts.pop()
-        return leave(*given)
+        return end(*given)
 
     assert actor.call(sem, "acquire", n=3) is True
-    monkeypatch.setattr(handover, "leave_share", interrupted)
+    monkeypatch.setattr(tenures, "end", interrupted)
     with pytest.raises(Interrupted):
         actor.call(sem, "release", 3)
     assert sem.held == in_use(either) == []

@@ -126,7 +126,7 @@ class Bearer(Sender):
         grant = self.grant
         yield Sleep(NO_STORE, 0.0)
         self.grant, self.breakable = None, True
-        _ = yield from handover.free(site, Grant(grant.tenure))
+        _ = yield from handover.end(site, Grant(grant.tenure))
 
 
 def tokens(kinds: tuple[str, ...], dialect: str, bearers: int, *, in_advance: bool, preemptions: float) -> Tokens:

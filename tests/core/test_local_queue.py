@@ -301,7 +301,7 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
     world.time += 1
     with pytest.raises(StopIteration):
         first.send(world.execute(begun(world, first, "inspect")))
-    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert play(world, handover.end(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("first")
     grant = play(world, second, {})
     assert isinstance(grant, Grant)
@@ -345,7 +345,7 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     adopted = begun(world, second, "adopt_place")
     _ = world.execute(adopted)
     assert min(place["ticket"] for place in world.waiters.values()) == ticket
-    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert play(world, handover.end(world.site(), Grant(tenure)), {})
     grant = play(world, second, {}, [()])
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
@@ -366,7 +366,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
         join = second.send(world.execute(join) if isinstance(join, Execute) else None)
     assert not world.waiters
     joined = world.execute(join)
-    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert play(world, handover.end(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("second")
     assert isinstance(play(world, second, {}, joined), Grant)
     assert process.nobody()
@@ -385,7 +385,7 @@ def test_an_inheritance_that_is_interrupted() -> None:
         play(world, second, {}, error=Interrupted())
     assert not world.waiters
     joined = world.execute(begun(world, third, "join"))
-    assert play(world, handover.free(world.site(), Grant(tenure)), {})
+    assert play(world, handover.end(world.site(), Grant(tenure)), {})
     assert world.rows["k"]["owner"].startswith("third")
     assert isinstance(play(world, third, {}, joined), Grant)
     assert process.nobody()

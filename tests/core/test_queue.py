@@ -202,7 +202,7 @@ def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
         ticket = joining(world, f"dead{number}")
         _ = world._announce({"key": "k", "ticket": ticket})
         world.waiters[f"dead{number}"]["expires_at"] = world.time
-    assert play(world, handover.free(world.site(), Grant(tenure)), {}) is True
+    assert play(world, handover.end(world.site(), Grant(tenure)), {}) is True
     assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import handover, shares, sharing
+from dblock.core.acquire import handover, sharing
 from dblock.core.acquire.request import Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Attempt
@@ -349,7 +349,7 @@ def looks_for_ever(patch: Patch) -> None:
 
 def leaves_silently(patch: Patch) -> None:
     """`awaited` is not sent."""
-    patch(shares, "notify_door", skipped())
+    patch(handover, "notify_door", skipped())
 
 
 def leaving_answers_nothing(patch: Patch) -> None:
@@ -475,7 +475,7 @@ def does_not_verify_what_it_pins(patch: Patch) -> None:
 
 def trusts_from_the_answer(patch: Patch) -> None:
     """Trust counts from the moment at which an answer comes, instead of that of the sending."""
-    for module in (tenures, sharing, shares):
+    for module in (tenures, sharing):
         patch(module, "send", partial(_answered_now, module.send))
 
 

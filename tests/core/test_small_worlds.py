@@ -249,7 +249,7 @@ def withdraws_blindly(patch: Callable[..., None]) -> None:
 
 def nobody_hears_of_a_release(patch: Callable[..., None]) -> None:
     """Those of the local queue are not told that the key was given back."""
-    patch(LocalQueues, "freed", lambda *_: None)
+    patch(LocalQueues, "released", lambda *_: None)
 
 
 def does_not_ask_what_became_of_an_offer(patch: Callable[..., None]) -> None:
@@ -331,12 +331,12 @@ def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
     """A flow that has handed the key over releases it as well, in case it had not."""
 
     def anyhow(site: Any, held: Grant, **_options: Any) -> Any:
-        _, first = yield from tenures.release(site.database, held.tenure)
-        if first:
-            _ = yield from handover.grant_next(site, held.tenure.key, first)
+        _, rows = yield from tenures.end(site.database, site.database.dialect.release, held.tenure)
+        if rows and rows[0][0]:
+            _ = yield from handover.grant_next(site, held.tenure.key, rows[0][0])
         return True
 
-    patch(handover, "free", anyhow)
+    patch(handover, "end", anyhow)
 
 
 def covered_by_nothing(patch: Callable[..., None]) -> None:

@@ -63,7 +63,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
             pass
         # What is in the table is renewed and given back; what is not is lost.
         assert drive(tenures.renew(database, [(holds["known"].tenure, 60)], clock.now() + 5))[1] is None
-        assert drive(tenures.release(database, holds["known"].tenure, 1))[0]
+        assert drive(tenures.end(database, database.dialect.release, holds["known"].tenure, 1))[1]
         for key in lost:
             assert drive(tenures.renew(database, [(holds[key].tenure, 9.0)], clock.now() + 5))[1] == {}
             assert drive(tenures.why_lost(database, holds[key].tenure)) == Loss(Reason.GONE)

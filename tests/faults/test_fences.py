@@ -115,12 +115,13 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
         "inner release": lambda: tenures.set_count(database, tenure, 1),
         "attach": lambda: tenures.attach(database, tenure, "a stranger", request),
         "detach": lambda: tenures.detach(database, tenure, "token", 900.0),
-        "release": lambda: tenures.release(database, tenure),
-        "release later": lambda: tenures.release(database, tenure, 900.0),
+        "release": lambda: tenures.end(database, database.dialect.release, tenure),
+        "release later": lambda: tenures.end(database, database.dialect.release, tenure, 900.0),
         "verify": lambda: tenures.verify(database, tenure),
     }
     answers = {name: drive(step()) for name, step in steps.items()}
-    answers["renew"], answers["attach"] = answers["renew"][1], type(answers["attach"])
+    answers["attach"] = type(answers["attach"])
+    answers |= {name: list(answers[name][1]) for name in ("release", "release later")} | {"renew": answers["renew"][1]}
     return answers
 
 
@@ -131,8 +132,8 @@ NOTHING: dict[str, Any] = {
     "inner release": None,
     "attach": Loss,
     "detach": False,
-    "release": (False, 0),
-    "release later": (False, 0),
+    "release": [],
+    "release later": [],
     "verify": False,
 }
 

@@ -281,16 +281,16 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         yield from queue.heartbeat(database, [place], later)
         if name == "clear":
             yield from queue.leave_queue(database, [owner], 0.15)
-            assert (yield from handover.free(site, hold_of(lock).grant))
+            assert (yield from handover.end(site, hold_of(lock).grant))
             return None
         if not (yield from handover.grant(site, "k", ticket, hold_of(lock).grant)):
             assert name == "grant"  # a row that is busy: the release frees the key, and the waiter asks for it
-            assert (yield from handover.free(site, hold_of(lock).grant))
+            assert (yield from handover.end(site, hold_of(lock).grant))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.leave_queue(database, [owner], 0.15)
         assert grant is not None
-        return (yield from handover.free(site, grant))
+        return (yield from handover.end(site, grant))
 
     return drive(steps())
 

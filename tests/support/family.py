@@ -158,7 +158,7 @@ class Member(Flow):
             _ = yield from handover.pass_on(self.house.site, grant)
         except Interrupted:
             with contextlib.suppress(LockStoreError):
-                _ = yield from handover.free(self.house.site, grant)
+                _ = yield from handover.end(self.house.site, grant)
             raise
 
     def _take(self, keys: str, request: Request) -> Steps[list[Grant] | Refused]:

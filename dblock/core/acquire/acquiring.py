@@ -9,8 +9,7 @@ import contextlib
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import Stage
-from dblock.core.acquire.request import Refused
-from dblock.core.acquire.shares import wrong_kind
+from dblock.core.acquire.request import Refused, wrong_kind
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockStoreError,
@@ -152,5 +151,5 @@ def _try(attempt: Attempt, statement: Statement) -> Steps[tuple[Grant | None, bo
         attempt.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant, True
-    _ = yield from handover.free(site, grant)  # granted too late
+    _ = yield from handover.end(site, grant)  # granted too late
     return None, False

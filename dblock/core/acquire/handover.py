@@ -1,4 +1,4 @@
-"""Handing a key over to the next waiter: a flow of this process, else the first of the queue.
+"""Leaving a key to the next: to a flow of this process, else to the first of the queue, else free.
 
 A release frees the key, and its answer says whether somebody may be waiting. Then the releaser grants the key to the
 first waiter (`dblock.core.protocol.queue` says why none is forgotten) and notifies it: in this process, on this
@@ -18,13 +18,12 @@ from enum import Enum, auto
 from typing import Final
 
 from dblock.core.acquire.local_queue import Waiting
-from dblock.core.acquire.shares import leave_share, notify_door
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.protocol import queue, tenures
-from dblock.core.protocol.sending import send
-from dblock.core.protocol.steps import Parameters, Steps, sleep
-from dblock.core.values import SHARE, Grant, Tenure
+from dblock.core.protocol.sending import UNKNOWN, send
+from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
+from dblock.core.values import SHARE, Grant, Tenure, key_of_share, slot_of
 from dblock.core.wakeup.registry import Message
 
 MOST_LOCAL: Final = 8
@@ -101,67 +100,94 @@ def release(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
     """
     likely = held.ticket or site.expects_contention(held.tenure.key)
     direct = likely and not (min_hold or held.handed_over or SHARE in held.tenure.key)
-    return _grant_or_free(site, held) if direct else free(site, held, min_hold=min_hold)
+    return _grant_or_end(site, held) if direct else end(site, held, min_hold=min_hold)
 
 
-def _grant_or_free(site: Site, held: Grant) -> Steps[bool]:
+def _grant_or_end(site: Site, held: Grant) -> Steps[bool]:
     lost = False
     try:
         _ = yield from grant(site, held.tenure.key, held.ticket + 1, held)
     except LockStoreError as error:
         lost = isinstance(error, StoreUnanswered)
-    return (yield from free(site, held)) or lost  # if the answer was lost, it was handed over
+    return (yield from end(site, held)) or lost  # if the answer was lost, it was handed over
 
 
-def free(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
-    """As `release`, but by a release alone, which may be sent twice; then the next waiter is granted the key.
+def end(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
+    """As `release`, but by a statement that only ends the tenure; then the next waiter is granted the key, or notified.
 
+    A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
     `until` is the local time until which to try, by default as long as statements are resent.
     """
     if held.handed_over:
         return True
-    shared = SHARE in held.tenure.key
-    if shared and not min_hold:
-        return (yield from leave_share(site, held, until))
-    in_time, waiting = yield from tenures.release(site.database, held.tenure, min_hold, until)
-    if shared:
-        yield from notify_door(site, held.tenure.key)
-    elif waiting:
-        _ = yield from grant_next(site, held.tenure.key, waiting)
-    return in_time
+    key, dialect, statement = held.tenure.key, site.database.dialect, site.database.dialect.release
+    share = SHARE in key
+    slot = slot_of(key) if share else None
+    if share and not min_hold:
+        statement = dialect.leave_read if slot is None and not held.guarded else dialect.leave_slot
+    _, rows = yield from tenures.end(site.database, statement, held.tenure, min_hold, until)
+    if slot is not None and not min_hold:
+        site.note_left(key_of_share(key), slot)
+    if share:
+        known = bool(rows) and rows is not UNKNOWN and dialect.leaving_answers and not min_hold
+        yield from notify_door(site, key, rows if known else None)
+    elif rows and rows[0][0]:
+        _ = yield from grant_next(site, key, int(rows[0][0]))
+    return bool(rows)
 
 
-def pass_on(site: Site, held: Grant) -> Steps[bool]:
+def door_bell(key: str) -> str:
+    """The name by which the holder of a door is notified, with its fence, which may also be a ticket of its key."""
+    return key + SHARE
+
+
+def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[None]:
+    """Notify the holder of the door, if it waits for the end of a share; `answer`: what leaving has answered of it.
+
+    After an error that holder polls.
+    """
+    door = key_of_share(share)
+    with contextlib.suppress(LockStoreError):
+        if answer is None:
+            until = site.database.now() + site.database.timing.handover_retry
+            _, answer = yield from send(
+                site.database, site.database.dialect.awaited, {"door": door}, until, resend=True
+            )
+        if answer and answer[0][0] is not None:
+            channel, fence = answer[0]
+            yield from site.tell(channel, Message(door_bell(door), int(fence)))
+
+
+def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
     """Hand the key to the next waiter of this process, else of the queue; False if the tenure was over before.
 
-    An heir of this process that gets no confirmation polls once the key has been released. If the answer to the
-    hand-over was lost, the release waits for the row until the hand-over has ended, and finds the tenure gone if that
-    was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
+    With `min_hold` it is released, as the key is closed until then. An heir of this process that gets no confirmation
+    polls once the key has been released. If the answer to the hand-over was lost, the release waits for the row until
+    the hand-over has ended, and finds the tenure gone if that was executed. The heir's tenure is then released if the
+    heir has left, or has begun again with another token.
     """
-    if SHARE in held.tenure.key:
-        return (yield from leave_share(site, held))
-    passed, heir, owner = Passed.REFUSED, None, ""
+    passed, heir, owner, key = Passed.REFUSED, None, "", held.tenure.key
     try:
-        local_queue = site.local_queues.get(held.tenure.key)
+        local_queue = None if min_hold else site.local_queues.get(key)
         heir = None if local_queue is None else local_queue.offer()
         if heir is not None:
             passed, owner = Passed.UNKNOWN, heir.owner
             passed = yield from _hand_over_local(site, heir, held)
             if passed is Passed.REFUSED:
                 heir.local_queue.retract(heir)
-        in_time = yield from release(site, held)
+        in_time = yield from release(site, held, min_hold=min_hold)
         if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
-            yield from undo_take(site, held.tenure.key, owner, again=False)
+            yield from undo_take(site, key, owner, again=False)
         return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
         with contextlib.suppress(LockStoreError):  # nothing replaces the interrupt
-            _ = yield from free(site, held)
+            _ = yield from end(site, held, min_hold=min_hold)
         raise
     finally:
         if passed is not Passed.DONE:
-            site.local_queues.freed(held.tenure.key)
+            site.local_queues.released(key)
 
 
 def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *, again: bool = True) -> Steps[None]:
@@ -180,7 +206,7 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
             info = yield from tenures.look(site.database, key, until)
             if info is None or info.owner != owner:
                 continue
-            if (yield from free(site, Grant(Tenure(key, owner, info.fence)), until=until)):
+            if (yield from end(site, Grant(Tenure(key, owner, info.fence)), until=until)):
                 return  # else a statement that is still under way may have raised the fence meanwhile
     except Exception:  # noqa: BLE001 - must not hide what interrupted the take
         return

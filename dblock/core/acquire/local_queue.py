@@ -282,7 +282,7 @@ class LocalQueues(dict[str, LocalQueue]):
             local_queue.add(waiter, Stage.TAKING)
             _ = self.setdefault(key, local_queue)
 
-    def freed(self, key: str) -> None:
+    def released(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""
         local_queue = self.get(key)
         if local_queue is not None:

@@ -1,4 +1,4 @@
-"""What a flow asks for when it acquires a key, and the refusal.
+"""What a flow asks for when it acquires a key, and the refusals.
 
 Rule: a request is frozen, as a holder of the same process reads it in another thread.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from dblock.core.errors import LockStoreError
+from dblock.core.errors import LockStoreError, WrongKind
 from dblock.core.statements.base import Masked
-from dblock.core.values import Grant, Identity, LockInfo
+from dblock.core.values import Grant, Identity, KeyKind, LockInfo
 
 
 class Request(NamedTuple):
@@ -58,6 +58,15 @@ class Refused(NamedTuple):
     """The row as last read; None if others were faster each time the key was free, or the row could not be read."""
     busy: LockStoreError | None = None
     """The error that kept the row from being read."""
+
+
+def wrong_kind(key: str, there: int, given: int) -> WrongKind:
+    """The error for a key that is used for something else."""
+    return WrongKind(
+        f"{key!r} is the key of {KeyKind(there)}, not of {KeyKind(given)}: give each its own key (the row of a key that"
+        " is no longer used is deleted by reap)",
+        key=key,
+    )
 
 
 def about(request: Request, grant: Grant) -> LockInfo:

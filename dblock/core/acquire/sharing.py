@@ -25,9 +25,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 from dblock.core.acquire import handover, slow
 from dblock.core.acquire.acquiring import acquire, await_first_answer
-from dblock.core.acquire.handover import undo_take
+from dblock.core.acquire.handover import door_bell, undo_take
 from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
+from dblock.core.acquire.site import REMEMBERED
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
@@ -150,7 +150,7 @@ class Sharing:
         if self.dialect.pins_gaps and key not in ended:
             end = yield from self._begin(self.dialect.create, self.request._replace(key=end_key(key)), {})
             if end is not None:
-                _ = yield from tenures.release(self.database, end.tenure)
+                _ = yield from tenures.end(self.database, self.dialect.release, end.tenure)
             if len(ended) >= REMEMBERED:
                 ended.clear()
             ended.add(key)
@@ -360,7 +360,7 @@ class Sharing:
         until = self.database.now() + self.timing.undo_timeout
         while left:
             with contextlib.suppress(LockError):
-                _ = yield from leave_share(self.site, left[0], until)
+                _ = yield from handover.end(self.site, left[0], until=until)
             _ = left.pop(0)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:

@@ -20,6 +20,8 @@ from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 
 CONTENDED: Final = 1000
 """Most keys that are marked as contended."""
+REMEMBERED: Final = 100
+"""Most keys of semaphores, and slots of each, that a process remembers to have left; also most keys of `Site.ended`."""
 NEIGHBOURS: Final = 8
 """After so many hand-overs in a row to and from flows of this machine, the key's holder is expected to be one too."""
 
@@ -60,6 +62,13 @@ class Site:
                 first.notify()
             else:
                 _ = self.trying.pop(key, None)
+
+    def note_left(self, semaphore: str, slot: int) -> None:
+        """Remember the slot that was left."""
+        left = self.slots.setdefault(semaphore, [])
+        left[:] = [*left[-REMEMBERED:], slot]
+        if len(self.slots) > REMEMBERED:
+            _ = self.slots.pop(next(iter(self.slots)), None)
 
     def tell(self, channel: str, message: Message) -> Steps[bool]:
         """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll.

@@ -231,7 +231,7 @@ class Attempt(Waiting):
         """Whether a tenure can still be trusted. One whose answer came too late is released."""
         if self.site.database.now() < grant.trusted_until:
             return True
-        _ = yield from handover.free(self.site, grant)
+        _ = yield from handover.end(self.site, grant)
         return False
 
     def _give_up(self) -> Steps[Grant | Refused | None]:

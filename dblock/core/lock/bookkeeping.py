@@ -137,8 +137,3 @@ def find_out(hold: Hold) -> Steps[LockError | None]:
 def site_of(hold: Hold) -> Site:
     """What this process shares of the hold's database."""
     return runtime.current.site(hold.store)
-
-
-def freed(hold: Hold) -> None:
-    """Record that the key was released to the database, not handed to a flow of this process."""
-    site_of(hold).local_queues.freed(hold.tenure.key)

@@ -251,7 +251,7 @@ def _attach(lock: BaseLock, token: Token, entry: Entry, _contended: object = Non
     if hold.lease.remaining() <= 0:  # the answer came too late
         forget(hold)
         hold.entries = []
-        _ = yield from handover.free(site, hold.grant)
+        _ = yield from handover.end(site, hold.grant)
         raise lock._lost(hold)
     return hold
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dblock.core.acquire.shares import wrong_kind
+from dblock.core.acquire.request import wrong_kind
 from dblock.core.errors import (
     LockNotHeld,
     LockStoreError,

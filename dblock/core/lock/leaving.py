@@ -14,7 +14,7 @@ from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import ending, find_out, forget, freed, site_of, take_out
+from dblock.core.lock.bookkeeping import ending, find_out, forget, site_of, take_out
 from dblock.core.observing.observers import leave_and_report, observers
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone
@@ -98,7 +98,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
         entry.detached = True
     take_out(hold)
     hold.entries = []
-    freed(hold)
+    site_of(hold).local_queues.released(hold.tenure.key)
     return token_text(token)
 
 
@@ -220,45 +220,16 @@ def leave(hold: Hold, kept: list[Entry]) -> Steps[bool]:
     With the last entry the hold is removed: whatever the result of the statement, this flow no longer holds the key. A
     flow of this process that begins to wait from now on expects no hand-over; earlier ones are in the local queue.
     """
-    try:
-        if not kept:
-            forget(hold)
-        hold.entries, lease = kept, hold.lease
-        if lease.loss is not None and lease.loss.reason is Reason.RELEASED:
-            return False  # release_all() releases it
-        if lease.grace and lease.remaining() <= 0:  # a release would open the key before the grace is over
-            return False
-        if hold.away is not None:
-            why = f"{hold.shown!r} is left to its lease, as its database is away"
-            raise LockStoreError(why, key=hold.key) from hold.away  # noqa: TRY301 - an interrupt may come before
-        if kept:
-            return (yield from tenures.set_count(hold.store.database, hold.tenure, len(kept))) is not None
-        if not hold.min_hold:
-            return (yield from handover.pass_on(site_of(hold), hold.grant))
-        try:
-            return (yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold))
-        finally:
-            freed(hold)
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException:
-        hold.entries = kept
-        yield from _leave_after_all(hold)
-        raise
-
-
-def _leave_after_all(hold: Hold) -> Steps[None]:
-    """After an interrupt: leave the entry again."""
-    over, loss = hold.lease.remaining() <= 0, hold.lease.loss
-    if hold.entries:
-        return  # the count is only shown
-    forget(hold)
-    if (loss is not None and loss.reason is Reason.RELEASED) or (hold.lease.grace and over):
-        return  # release_all() releases it, or its lease expires
-    with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        yield from leave_again(hold)
-
-
-def leave_again(hold: Hold) -> Steps[None]:
-    """Release a hold without entries again, after an answer that was lost."""
-    _ = yield from handover.free(site_of(hold), hold.grant, min_hold=hold.min_hold)
+    if not kept:
+        forget(hold)
+    hold.entries, lease = kept, hold.lease
+    if lease.loss is not None and lease.loss.reason is Reason.RELEASED:
+        return False  # release_all() releases it
+    if lease.grace and lease.remaining() <= 0:  # a release would open the key before the grace is over
+        return False
+    if hold.away is not None:
+        why = f"{hold.shown!r} is left to its lease, as its database is away"
+        raise LockStoreError(why, key=hold.key) from hold.away
+    if kept:
+        return (yield from tenures.set_count(hold.store.database, hold.tenure, len(kept))) is not None
+    return (yield from handover.pass_on(site_of(hold), hold.grant, min_hold=hold.min_hold))

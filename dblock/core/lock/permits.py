@@ -230,7 +230,7 @@ class BaseSemaphore(Operations):
             yield from release_each([each for each in permits if self._drop(each) or each._hold_here() is not None])
         for grant in permits[0]._others:
             with contextlib.suppress(LockError):
-                _ = yield from handover.free(runtime.current.site(self._plain._place.store()), grant)
+                _ = yield from handover.end(runtime.current.site(self._plain._place.store()), grant)
 
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))

@@ -112,7 +112,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
-            _ = yield from handover.free(site_of(hold), grant)
+            _ = yield from handover.end(site_of(hold), grant)
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)

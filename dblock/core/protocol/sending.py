@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from dblock.core import clock, timing
 from dblock.core.errors import (
@@ -30,6 +31,10 @@ from dblock.core.statements.base import Statement, WhenLocked
 from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import QUARANTINE
+
+UNKNOWN: Final[Rows] = [(0,)]
+"""Stands for the rows of a statement that was sent again after a broken connection, and found nothing to change: the
+first sending may have changed it."""
 
 
 class Epoch:
@@ -110,18 +115,22 @@ def send(
     until: float,
     *,
     resend: bool = False,
+    changes: bool = False,
     answer_by: float | None = None,
     location: object = None,
 ) -> Steps[tuple[float, Rows]]:
     """Execute, and resend after conflicts until the local time `until`; the local time of the last sending, and rows.
 
-    With `resend` also after broken connections: only for statements that may be executed twice. `answer_by` is the
-    deadline of the answer, `until` by default. `location`: see `Execute`.
+    With `resend` also after broken connections: only for statements that may be executed twice. With `changes` the
+    answer is `UNKNOWN` if it then finds nothing to change. `answer_by` is the deadline of the answer, `until` by
+    default. `location`: see `Execute`.
     """
     growing: Iterator[float] | None = None
     failure: LockStoreError | None = None
     told: LockStoreError | None = None
     """The last failure with an error of the driver."""
+    resent = False
+    """Whether it was sent again after a broken connection."""
     quiet_until = 0.0
     """The local time from which the retries are logged."""
     while True:
@@ -131,7 +140,7 @@ def send(
             rows: Rows = yield Execute(database.store, statement, parameters, answered, location)
             if database.outage:
                 database.back()
-            return sent, rows  # noqa: TRY300 - an `else` would not be nearer
+            return sent, UNKNOWN if resent and changes and not rows else rows  # noqa: TRY300 - it is nearest here
         except (StoreConflict, StoreUnreachable) as refused:  # nothing has happened
             policy = _policy(statement, refused)
             if policy is WhenLocked.SKIP:
@@ -142,7 +151,7 @@ def send(
         except StoreUnanswered as unanswered:
             if not resend:
                 raise _explained(unanswered, told)  # noqa: B904 - it has its cause
-            latest = unanswered
+            latest, resent = unanswered, True
         if not isinstance(failure, StoreBusy):  # StoreBusy explains why the last one may have been late
             failure = latest
         told = latest if latest.__cause__ else told
@@ -156,23 +165,6 @@ def send(
             quiet_until = math.inf  # logged once
             database.away(_explained(failure, told))
         yield from sleep(database.store, min(next(growing), left))
-
-
-def send_twice(
-    database: Database, statement: Statement, parameters: Parameters, until: float
-) -> Steps[tuple[Rows, bool]]:
-    """Execute a statement that may be executed twice: its rows, and whether it was resent after a broken connection.
-
-    If it was, no rows may mean that the first sending has changed them.
-    """
-    try:
-        _, rows = yield from send(database, statement, parameters, until)
-    except StoreUnanswered:
-        if until - database.now() < database.timing.min_retry_time:
-            raise
-        _, rows = yield from send(database, statement, parameters, until, resend=True)
-        return rows, True
-    return rows, False
 
 
 def ask(

@@ -93,10 +93,10 @@ from typing import TYPE_CHECKING, Any
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason, StoreUnanswered
 from dblock.core.log import warn
 from dblock.core.protocol import epoch
-from dblock.core.protocol.sending import Database, send, send_twice
+from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Masked, Statement, beside_writers, with_priority
-from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure
+from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure, key_of_share
 
 if TYPE_CHECKING:
     from dblock.core.pinned import Pinned
@@ -281,19 +281,18 @@ def detach(database: Database, tenure: Tenure, secret: str, life: float) -> Step
     return bool(rows)
 
 
-def release(
-    database: Database, tenure: Tenure, min_hold: float = 0.0, until: float | None = None
-) -> Steps[tuple[bool, int]]:
-    """End a tenure; its key is free after `min_hold` seconds of it. Not after the local time `until`, if given.
+def end(
+    database: Database, statement: Statement, tenure: Tenure, min_hold: float = 0.0, until: float | None = None
+) -> Steps[tuple[float, Rows]]:
+    """End a tenure with the statement `release`, or that of a share with `leave_read` or `leave_slot`.
 
-    Returns whether the tenure existed; and the first ticket of flows that may be waiting for the key, which has to be
-    granted next, 0 for none.
+    A key that is released is free after `min_hold` seconds of the tenure. The rows: none if the tenure was over, or one
+    that says who may be waiting (`UNKNOWN`: nobody, as far as is known). A release answers with the first ticket that
+    has to be granted the key next, 0 for none. Not after the local time `until`, if given.
     """
-    parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
+    parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold, "door": key_of_share(tenure.key)}
     until = database.now() + database.timing.retry_budget if until is None else until
-    rows, again = yield from send_twice(database, database.dialect.release, parameters, until)
-    # If it was sent again, it may find nothing because the first sending has succeeded.
-    return (True, int(rows[0][0])) if rows else (again, 0)
+    return send(database, statement, parameters, until, resend=True, changes=True)
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:
