@@ -153,14 +153,6 @@ class ProcessServices(WaiterServices):
         """See WaiterServices."""
         return self._watchdog.hold_of(self._store, key) is not None
 
-    def holder(self, key: str) -> tuple[str, str, float] | None:
-        """See WaiterServices."""
-        hold = self._watchdog._by_key.get((self._store, key))
-        if hold is None:
-            return None
-        label = next((lock.options.label for lock in hold.locks()), "")
-        return hold.who["thread"], label, hold.lease.held
-
     def keep(self, place: Place) -> bool:
         """See WaiterServices."""
         self._watchdog.keep(self._store, self._loop, place)

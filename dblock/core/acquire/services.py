@@ -28,10 +28,6 @@ class WaiterServices:
         """Whether a flow of this process holds that key, so that it may hand it over."""
         return False
 
-    def holder(self, key: str) -> tuple[str, str, float] | None:
-        """Thread or task, label, and seconds held, of the holder of that key in this process; None if there is none."""
-        return None
-
     def keep(self, place: Place) -> bool:
         """Send heartbeats for a place in the queue; False if the waiter has to."""
         return False

@@ -410,7 +410,7 @@ class Sharing:
                     services.listen()
                 if now() >= self.attempt.slow_wait.due:
                     share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
-                    slow.say(self.attempt.slow_wait, self.site, self.request, None, services, share=share)
+                    slow.say(self.attempt.slow_wait, self.site, self.request, share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None
                 pause = self.timing.poll_notified

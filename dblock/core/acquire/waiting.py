@@ -78,10 +78,6 @@ class Attempt(Waiting):
     """Local time of the next check for a deadlock."""
     listen_at: float = 0.0
     """Local time, with jitter, from which the process listens for notifications of the database."""
-    holder: LockInfo | None = None
-    """The holder as last read."""
-    expects_neighbour: bool = False
-    """Whether the holder, which it has not read, is probably on this machine."""
     has_read_holder: bool = False
     """Whether it has read the row shortly before its deadline."""
     local_queue: LocalQueue = field(init=False)
@@ -112,8 +108,6 @@ class Attempt(Waiting):
             refused.holder = None if holder is None else holder.masked()
             raise
         self.services, self.wakeup = self.find_services(), Wakeup(site.database)
-        self.holder = holder
-        self.expects_neighbour = holder is None and site.expects_neighbour(request.key)
         alone = not (request.fair and self.services.queues_locally) or bool(self.held())
         if alone:
             self.leave()
@@ -164,7 +158,7 @@ class Attempt(Waiting):
                 return (yield from self._give_up())
             pause = local_queue.until_queueing(self)
             if pause > 0 or left <= self._round_trip():
-                self._report_wait()
+                yield from self._report_wait()
                 if self._until_reading(left) <= 0:
                     yield from self._read_holder()
                     left = max(self.deadline - now(), 0.0)
@@ -177,7 +171,7 @@ class Attempt(Waiting):
                 # StoreBusy: a transaction has locked a row that this flow needs to write; it can still be read.
                 yield from self._begin_again()
                 late = isinstance(error, StoreUnanswered) and self.until - now() < self.timing.min_retry_time
-                if late and not (self.holder and self.site.database.only_late(error)):
+                if late and not (local_queue.last_seen[0] and self.site.database.only_late(error)):
                     raise
                 yield from sleep(self.site.database.store, min(next(growing), max(self.deadline - now(), 0.0)))
                 continue
@@ -192,16 +186,13 @@ class Attempt(Waiting):
                 if self.grant is None:  # else it was handed over meanwhile
                     return None
 
-    def _report_wait(self) -> None:
+    def _report_wait(self) -> Steps[None]:
         """Report, once, that the flow waits for a holder, and log a slow wait."""
         if (contended := self.contended) is not None:
             self.contended = None
-            contended(self.holder or self.local_queue.holder)
-        self._log_slow_wait()
-
-    def _log_slow_wait(self) -> None:
+            contended(self.local_queue.holder)
         if self.site.database.now() >= self.slow_wait.due:
-            slow.say(self.slow_wait, self.site, self.request, self.local_queue, self.services)
+            slow.say(self.slow_wait, self.site, self.request, (yield from self._known_holder()))
 
     def _begin_again(self, over: Grant | None = None) -> Steps[None]:
         """Go on with a new token, as a place or the grant is over, unless a grant has just been handed over."""
@@ -236,14 +227,14 @@ class Attempt(Waiting):
 
     def _give_up(self) -> Steps[Grant | Refused | None]:
         """A grant of the last moment; else the refusal, which names the holder; None: it is unknown, so try again."""
-        self._log_slow_wait()
         self.leave()
         if (grant := self.grant) is not None:  # handed over at the last moment
             if (yield from self._is_trusted(grant)):
                 return (yield from self._leave_with(grant))
             self.give_up_tokens()
         yield from self._withdraw()
-        holder = self.local_queue.holder or self.holder or (yield from self._last_read())
+        holder = yield from self._known_holder()
+        yield from self._report_wait()
         return None if holder is None else Refused(holder)
 
     def _round_trip(self) -> float:
@@ -262,7 +253,8 @@ class Attempt(Waiting):
         left = self.deadline - self.site.database.now()
         if self._until_reading(left) <= 0:
             yield from self._read_holder()
-        granted = self.holder is not None and self.holder.owner == place.owner
+        holder, _ = self.local_queue.last_seen
+        granted = holder is not None and holder.owner == place.owner
         if granted or not (self.has_read_holder or left <= self._round_trip()):
             return False
         yield from wait(self.site.database.store, max(self.deadline - self.site.database.now(), 0.0), self.wakeup)
@@ -270,11 +262,9 @@ class Attempt(Waiting):
 
     def _read_holder(self) -> Steps[None]:
         """Read the holder once, shortly before the deadline, for the error that may follow."""
-        self.has_read_holder, info = True, self.local_queue.holder
-        if info is None and self.deadline - self.site.database.now() > self._round_trip():
-            info = yield from self._last_read()
-            self.local_queue.holder = info
-        self.holder = info or self.holder
+        self.has_read_holder = True
+        if self.deadline - self.site.database.now() > self._round_trip():
+            _ = yield from self._known_holder()
 
     def _wait_in_queue(self) -> Steps[Grant | Stage | None]:
         """Wait in the database's queue: a grant, or the stage to go back to.
@@ -327,14 +317,16 @@ class Attempt(Waiting):
             self.place = None
         return (yield from queue.join(database, self._parameters(), self.until))
 
-    def _last_read(self) -> Steps[LockInfo | None]:
-        """The row at the deadline, else as last read; StoreBusy if it could never be read."""
-        try:
-            return (yield from look(self.site.database, self.request.key, self.until))
-        except PASSING as error:
-            if self.holder is not None:
-                return self.holder
-            raise StoreBusy(f"the time was up before the database had said who holds it: {error}") from error
+    def _known_holder(self) -> Steps[LockInfo | None]:
+        """The row as it was read lately, else as it is now, else as last read; StoreBusy if it could never be read."""
+        local_queue = self.local_queue
+        if local_queue.holder is None:
+            try:
+                local_queue.holder = yield from look(self.site.database, self.request.key, self.until)
+            except PASSING as error:
+                if local_queue.last_seen[0] is None:
+                    raise StoreBusy(f"the database did not say in time who holds it: {error}") from error
+        return local_queue.holder or local_queue.last_seen[0]
 
     def _left(self) -> float:
         """Seconds for an orderly clean-up."""
@@ -375,11 +367,12 @@ class Attempt(Waiting):
             pause = min(pause, self.request.ttl / 2)  # a grant lasts no longer until it is accepted
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
-                self._report_wait()
+                yield from self._report_wait()
                 yield from epoch.find_server(database, self.until)
             else:  # if it is granted to no waiter, a transaction pins it, or the server was promoted, which may last
                 granted = yield from handover.grant(self.site, key, view.first, until=self.until)
-                closed = 0.0 if granted else (yield from epoch.closed_for(database, self.holder, self.until))
+                row, _ = self.local_queue.last_seen
+                closed = 0.0 if granted else (yield from epoch.closed_for(database, row, self.until))
                 pause = max(next(growing), min(closed, self.timing.poll_max))
             soonest = yield from self._periodic_work(place, alone=alone)
             until_reading = self._until_reading(self.deadline - now())
@@ -404,8 +397,10 @@ class Attempt(Waiting):
             return False
         # Until then only a holder on this machine notifies: one whose token begins with the machine's name; or an
         # unknown one that is expected to be here, as the last hand-overs all were.
-        holder, here = self.holder, self.request.flow[:MACHINE]
-        near = self.expects_neighbour if holder is None else (holder.owner or "").startswith(here)
+        holder, here = self.local_queue.holder, self.request.flow[:MACHINE]
+        near = self.site.expects_neighbour(self.request.key)
+        if holder is not None:
+            near = (holder.owner or "").startswith(here)
         return near and self.wakeup.socket is not None
 
     def _grant_by_message(self, place: Place) -> Steps[Grant | None]:
