@@ -277,12 +277,12 @@ def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
 def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
     """A renewal with the old, longer ttl may have come before the extension that shortened the lease."""
     hold = hold_of(local)
-    epoch = hold.lease.epoch
+    resets = hold.lease.resets
     hold.lease.reset(2.0, local.time + 1.8)
-    assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0), epoch)
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0), resets)
     assert hold.lease.remaining() <= 1.8
     assert hold.lease.due <= local.time + 2.0 / 3, "nor is it renewed too late if the extension has no answer"
-    assert hold.lease.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.lease.epoch)
+    assert hold.lease.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.lease.resets)
     assert hold.lease.remaining() == pytest.approx(2.3)
 
 

@@ -301,8 +301,8 @@ class Attempt(Waiting):
         key = self.request.key
         self.site.wakeups.register(key, place.ticket, self.wakeup)
         try:
-            alone = not self.services.keep(place)
-            return (yield from self._await_grant(place, view, alone=alone))
+            kept = self.services.keep(place)
+            return (yield from self._await_grant(place, view, kept=kept))
         finally:
             self.site.wakeups.unregister(key, place.ticket, self.wakeup)
             self.services.leave(place.owner)
@@ -333,10 +333,10 @@ class Attempt(Waiting):
         database = self.site.database
         return min(database.timing.handover_retry, max(self.until - database.now(), 0.0))
 
-    def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Stage | None]:
+    def _await_grant(self, place: Place, view: QueueStatus | None, *, kept: bool) -> Steps[Grant | Stage | None]:
         """A grant; an outcome; or None if the time is up, or a flow of this process has handed over the key.
 
-        `view` is the state of the queue if known; `alone`: the waiter sends its own heartbeats.
+        `view` is the state of the queue if known; `kept`: the process sends the heartbeats of the place.
         """
         database, key, now = self.site.database, self.request.key, self.site.database.now
         growing = pauses(longest=self.timing.grant_retry)
@@ -374,7 +374,7 @@ class Attempt(Waiting):
                 row, _ = self.local_queue.last_seen
                 closed = 0.0 if granted else (yield from epoch.closed_for(database, row, self.until))
                 pause = max(next(growing), min(closed, self.timing.poll_max))
-            soonest = yield from self._periodic_work(place, alone=alone)
+            soonest = yield from self._periodic_work(place, kept=kept)
             until_reading = self._until_reading(self.deadline - now())
             pause = max(min(pause, soonest, until_reading), 0.0)  # 0: granted to this flow
             yield from wait(database.store, pause, self.wakeup)
@@ -424,13 +424,13 @@ class Attempt(Waiting):
             return None
         return view or Stage.OUTSIDE
 
-    def _periodic_work(self, place: Place, *, alone: bool) -> Steps[float]:
+    def _periodic_work(self, place: Place, *, kept: bool) -> Steps[float]:
         """Do the periodic work that is due: heartbeat, deadlock check; returns the seconds until the next."""
         database, now = self.site.database, self.site.database.now
         listens_in = self.listen_at - now()
         soonest = listens_in if listens_in > 0 else math.inf
         self.seen = place.seen = now()
-        if alone:
+        if not kept:
             if now() >= self.heartbeat_due:
                 yield from queue.heartbeat(database, [place], self.until)
                 self.heartbeat_due = now() + self.timing.heartbeat_interval

@@ -26,7 +26,7 @@ class Lease:
     """The reason to report if trust runs out before the due renewal succeeds; None while none is due."""
     reported = False
     """Whether its end was reported."""
-    epoch = 0
+    resets = 0
     """Number of changes of the ttl; the answer to a renewal that was sent before the last change does not count."""
 
     def __init__(
@@ -82,11 +82,11 @@ class Lease:
         return min(self.renewed + self.term / 2, self.trusted_until) if self.renewing else math.inf
 
     def renewal(self) -> tuple[float, float, int]:
-        """The ttl and the life for a renewal, and the epoch to pass to `lengthen`."""
+        """The ttl and the life for a renewal, and the number of resets to pass to `lengthen`."""
         with self._mutex:
-            return self.ttl, self.life, self.epoch
+            return self.ttl, self.life, self.resets
 
-    def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
+    def lengthen(self, grant: Grant, resets: int | None = None) -> bool:
         """Trust it for longer; False if it was lost before the answer came.
 
         A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal. It begins them again if the
@@ -95,7 +95,7 @@ class Lease:
         with self._mutex:
             if self.loss is not None or self.now() >= self.trusted_until:
                 return False
-            if epoch is None or epoch == self.epoch:
+            if resets is None or resets == self.resets:
                 renews = grant.lasts >= self.ttl or grant.trusted_until >= self.trusted_until
                 self.trusted_until = max(self.trusted_until, grant.trusted_until)
                 if renews and grant.sent > self.renewed:
@@ -109,7 +109,7 @@ class Lease:
     def reset(self, ttl: float, until: float) -> None:
         """Called before a new ttl is sent: trust no longer than it gives, and ignore answers to earlier renewals."""
         with self._mutex:
-            self.epoch += 1
+            self.resets += 1
             self.ttl, self.term = ttl, min(self.term, ttl)
             self.trusted_until = min(self.trusted_until, until)
             self.due = min(self.due, self.now() + ttl / 3) if self.renewing else self.trusted_until

@@ -31,7 +31,7 @@ class Due(NamedTuple):
     """That of the tenure: `downgrade` gives the hold another one, which the answer does not lengthen."""
     ttl: float
     life: float
-    epoch: int
+    resets: int
     tenure: Tenure
     """By another one, if the hold has that meanwhile, the answer says nothing."""
 
@@ -101,5 +101,5 @@ def _renew(store: Store, leases: Sequence[Due], budget: float) -> Steps[list[tup
         late = max((due.lease.lateness(sent) for due in renewed), default=0.0)  # before they are lengthened
         tell(store, Event(Kind.RENEWED, store.name, amount=len(renewed), lateness=late))
     for due in renewed:
-        _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
+        _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.resets)
     return not_renewed
