@@ -23,12 +23,13 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.pinned import Pinned
-from dblock.core.protocol import tenures
+from dblock.core.protocol import epoch, tenures
+from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.share_keys import is_internal, valid_row_key
 from dblock.core.validation import valid_text
-from dblock.core.values import SHARE, Identity, LockInfo
+from dblock.core.values import QUARANTINE, SHARE, Identity, LockInfo
 from dblock.operating.administering import ask
 from dblock.operating.pins import pinned
 
@@ -231,3 +232,24 @@ def valid_words(words: str) -> str:
     if not valid_text(words, "the reason").strip():
         raise ValueError("say why: the holder of the lock is told")
     return words
+
+
+def end_quarantine(database: Database, until: float) -> Steps[bool]:
+    """Open the keys, on an administrator's word; False if no server is known."""
+    statements = database.dialect.epoch
+    if statements is None:
+        return False
+    _ = yield from epoch.read(database, until)
+    _, rows = yield from send(database, statements.end, {}, until, resend=True)
+    database.epoch.asked = float("-inf")
+    return bool(rows)
+
+
+def begin_quarantine(database: Database, until: float) -> Steps[None]:
+    """Close the keys, on an administrator's word, as if the server had just been promoted."""
+    statements = database.dialect.epoch
+    if statements is not None:
+        _ = yield from epoch.read(database, until)
+        _ = yield from send(
+            database, statements.close, {"seconds": database.quarantine() or QUARANTINE}, until, resend=True
+        )

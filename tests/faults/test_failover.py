@@ -15,9 +15,10 @@ from sqlalchemy import Engine, create_engine, text
 from dblock.cli import main
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Loss, Reason
-from dblock.core.protocol import epoch, tenures
+from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
+from dblock.operating import administration
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
 from tests.conftest import INNODB, ready, run, url
 from tests.support.beliefs import crowd
@@ -74,7 +75,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
                 assert began >= holds[key].lease.trusted_until, key
                 assert fence > holds[key].tenure.fence + 2_000_000, "above all, were the old clock two seconds ahead"
         assert db_lock(new, "known").acquire(blocking=False) is False, "somebody may have it for a minute"
-        assert drive(epoch.end(database, clock.now() + 5))
+        assert drive(administration.end_quarantine(database, clock.now() + 5))
         with db_lock(new, "known", timeout=0):
             pass
         for hold in holds.values():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dblock.core.errors import PASSING
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
-from dblock.core.values import MARGIN, QUARANTINE, LockInfo
+from dblock.core.values import MARGIN, LockInfo
 
 
 class Quarantine(NamedTuple):
@@ -90,24 +90,3 @@ def read(database: Database, until: float, *, begins: bool = True) -> Steps[Quar
     _, since, opens_in, floor = rows[0]
     epoch.since, epoch.opens, epoch.floor = sent - float(since), sent + float(opens_in), int(floor)
     return Quarantine(float(since), max(float(opens_in), 0.0))
-
-
-def end(database: Database, until: float) -> Steps[bool]:
-    """Open the keys, on an administrator's word; False if no server is known."""
-    statements = database.dialect.epoch
-    if statements is None:
-        return False
-    _ = yield from read(database, until)
-    _, rows = yield from send(database, statements.end, {}, until, resend=True)
-    database.epoch.asked = float("-inf")
-    return bool(rows)
-
-
-def close(database: Database, until: float) -> Steps[None]:
-    """Close the keys, on an administrator's word, as if the server had just been promoted."""
-    statements = database.dialect.epoch
-    if statements is not None:
-        _ = yield from read(database, until)
-        _ = yield from send(
-            database, statements.close, {"seconds": database.quarantine() or QUARANTINE}, until, resend=True
-        )

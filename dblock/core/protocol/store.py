@@ -37,11 +37,6 @@ class Store(Runner, Protocol):
         ...
 
     @property
-    def name(self) -> str:
-        """Name of the database for people, without secrets."""
-        ...
-
-    @property
     def location(self) -> object:
         """The database that it leads to now, for comparison; None if it always leads to the same one."""
         ...

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import Final
 
 from dblock.core.pinned import Pinned
-from dblock.core.protocol import epoch, reaping
+from dblock.core.protocol import reaping
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import SHARE, LockInfo
@@ -89,7 +89,8 @@ def quarantine(context: Context, options: Namespace) -> int:
         if not (options.yes or agreed(question)):
             return NOT_AGREED
         until = database.now() + database.timing.retry_budget
-        _ = context.do(epoch.close(database, until) if options.begin else epoch.end(database, until))
+        change = administration.begin_quarantine if options.begin else administration.end_quarantine
+        _ = context.do(change(database, until))
         found = context.quarantine()
     if options.json:
         say_json(None if found is None else found._asdict())
