@@ -17,7 +17,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import ending, find_out, forget, site_of, take_out
 from dblock.core.observing.observers import leave_and_report, observers
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Steps, undone
+from dblock.core.protocol.steps import Steps, at_once, undone
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token, new_secret, token_text
 
@@ -214,8 +214,8 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     hold.leaving = None
 
 
-def leave(hold: Hold, kept: list[Entry]) -> Steps[bool]:
-    """Leave an entry, in the flow and in the row, but for those `kept`; False if the tenure was over before.
+def leave(hold: Hold, kept: list[Entry]) -> Steps[object]:
+    """Leave an entry, in the flow and in the row, but for those `kept`; the answer is false if the tenure was over.
 
     With the last entry the hold is removed: whatever the result of the statement, this flow no longer holds the key. A
     flow of this process that begins to wait from now on expects no hand-over; earlier ones are in the local queue.
@@ -224,12 +224,12 @@ def leave(hold: Hold, kept: list[Entry]) -> Steps[bool]:
         forget(hold)
     hold.entries, lease = kept, hold.lease
     if lease.loss is not None and lease.loss.reason is Reason.RELEASED:
-        return False  # release_all() releases it
+        return at_once(False)  # release_all() releases it
     if lease.grace and lease.remaining() <= 0:  # a release would open the key before the grace is over
-        return False
+        return at_once(False)
     if hold.away is not None:
         why = f"{hold.shown!r} is left to its lease, as its database is away"
         raise LockStoreError(why, key=hold.key) from hold.away
     if kept:
-        return (yield from tenures.set_count(hold.store.database, hold.tenure, len(kept))) is not None
-    return (yield from handover.pass_on(site_of(hold), hold.grant, min_hold=hold.min_hold))
+        return tenures.set_count(hold.store.database, hold.tenure, len(kept))
+    return handover.pass_on(site_of(hold), hold.grant, min_hold=hold.min_hold)

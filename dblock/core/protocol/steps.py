@@ -153,6 +153,12 @@ def undone_after(
         raise
 
 
+def at_once(answer: T) -> Steps[T]:
+    """The answer, without a step."""
+    yield from ()
+    return answer
+
+
 def sleep(store: Runner, seconds: float) -> Steps[None]:
     """Return after `seconds`."""
     yield Sleep(store, seconds)
