@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from dblock import db_leader, db_quorum_lock, observe
+from dblock.core import runtime
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.log import log, warn
@@ -390,6 +391,18 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(protocol: Subject,
     actor.call(late, "release")
     assert other.call(rival, "acquire", blocking=False) is True
     other.call(rival, "release")
+
+
+def test_a_waiter_of_the_same_process_waits_for_the_min_hold(protocol: Subject, actor: Actor, other: Actor) -> None:
+    """It is handed the key by the queue, once that is open."""
+    began = time.monotonic()
+    lock = protocol.lock("k", min_hold=0.7)
+    actor.call(lock, "acquire")
+    waiting = other.begin(protocol.lock("k", timeout=30), "acquire")
+    assert until(lambda: "k" in runtime.current.site(lock._place.store()).local_queues)
+    actor.call(lock, "release")
+    assert waiting.result(30) is True
+    assert time.monotonic() - began >= 0.69
 
 
 def test_the_longer_min_hold_of_two_that_are_nested_counts(protocol: Subject, actor: Actor, other: Actor) -> None:

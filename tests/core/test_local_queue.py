@@ -295,6 +295,15 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     assert process.nobody()
 
 
+def test_a_release_without_an_answer_is_sent_again_and_was_in_time() -> None:
+    """It then finds nothing, as the first sending ended the tenure. Any other release that finds nothing is late."""
+    world = World()
+    held = Grant(Tenure("k", "o", world._begin(None, wish().parameters("o"))[0][0]))
+    assert play(world, handover.end(world.site(), held), {("release", 0): lost_after(world)}) is True
+    assert world.rows["k"]["owner"] is None
+    assert play(world, handover.end(world.site(), held), {}) is False
+
+
 def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:
     """The key came as the waiter timed out: the next flow of its process finds no place, and polls."""
     world, process, tenure, first, second = two_that_ask(1.0)
