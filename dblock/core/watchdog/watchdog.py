@@ -25,11 +25,11 @@ application is called by another thread (`dblock.core.deliveries`).
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from dblock.core import clock, timing
@@ -64,6 +64,7 @@ class Watchdog(Worker):
     """Watches all holds of this process."""
 
     keeps: type[Keeper] = Keeper
+    exit_priority = 0
 
     def __init__(
         self,
@@ -76,13 +77,11 @@ class Watchdog(Worker):
 
         `prune` closes idle connections whose time is up, without waiting for a server; true: it has to be called again.
         """
-        super().__init__("watchdog", "watch over leases")
+        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"))
         self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._keepers: dict[Where, Keeper] = {}
-        self._finalized = False
-        """Whether `close` is registered for the end of a child of multiprocessing."""
         self.histories: Writes | None = None
         """The events to write; None if no store keeps a history."""
         self._ending: tuple[list[Hold], threading.Event] | None = None
@@ -216,13 +215,6 @@ class Watchdog(Worker):
 
     # -- the watching thread
 
-    def wake(self) -> RuntimeError | None:
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None and not self._finalized:  # a child of multiprocessing ends without atexit
-            self._finalized = True
-            util.Finalize(None, self.close, exitpriority=0)
-        return super().wake()
-
     def round(self) -> float:
         # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
         # Else a process that takes thousands of locks looks at all of them again and again.
@@ -233,7 +225,8 @@ class Watchdog(Worker):
                 self._release_and_write(holds)
                 ended.set()
             soonest, idle = clock.now() + self._look_at_all(), self._prune()
-            deliveries.start()
+            if deliveries.stranded:
+                _ = deliveries.wake()
             for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2) if self.histories else ():
                 self._keeper(store, loop).begin(steps, long=True)
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
