@@ -27,7 +27,6 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, StoreBusy
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.log import warn
-from dblock.core.observing import observers
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -229,7 +228,6 @@ def _after_fork_in_child() -> None:
     FD_LOCK.release()
     deliveries.forked()
     current = current.forked()
-    observers.forked()
 
 
 def _at_exit() -> None:
