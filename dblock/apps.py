@@ -12,6 +12,7 @@ class DblockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from dblock import checks, conf  # noqa: F401, PLC0415 - registers them
+        from dblock import checks, conf, connections  # noqa: F401, PLC0415 - registers them
 
+        connections.note_configured()
         conf.follow_history()

@@ -3,8 +3,7 @@
 They are opened as Django opens its own, from the same settings, but belong to the lock, see
 `dblock.core.connections.pool`: not to a thread, nor to the psycopg pool of `OPTIONS["pool"]`. At most MOST are in use
 at a time for taking and waiting, and MOST for keeping and giving back. They outlive requests, whatever CONN_MAX_AGE
-says; but where somebody closes a connection of Django's by hand (a test runner that is about to drop its database,
-`connections.close_all()` before a fork), those that are idle are closed as well.
+says. But none is kept to a database that a test runner has turned the alias to, since it will be dropped.
 
 SQLite has one writer: beside a write transaction of the same thread nothing can be written, so there, and for databases
 in memory, the statement joins the caller's transaction. So it does on the caller's connection in autocommit mode if the
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -25,12 +23,11 @@ from typing import Any, Final, TypeVar
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.backends.signals import connection_created
 from django.utils.connection import ConnectionDoesNotExist
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.connection import PooledConnection
-from dblock.core.connections.pool import AutocommitPool
+from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
 from dblock.drivers import sessions
 
@@ -60,8 +57,6 @@ class DjangoPool(AutocommitPool):
         self._location: object = None
         self._lanes = Lane("take"), Lane("keep")
         runtime.current.add_pool(self)
-        for known in connections.all(initialized_only=True):
-            _follow(known)
 
     def lane(self, *, critical: bool) -> Lane:
         """Threads for the statements of asynchronous code: the application's may be busy."""
@@ -78,6 +73,7 @@ class DjangoPool(AutocommitPool):
         if now != self._location:
             self.close_all()
             self._location = now
+            self._keep = KEPT if _configured.setdefault(self.alias, now) == now else 0
         return super().take(until, critical=critical, priority=priority)
 
     def open(self, connection: PooledConnection) -> None:
@@ -206,49 +202,16 @@ def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
         options |= sessions.options(wrapper.Database.__name__.lower(), options, purpose)  # type: ignore[attr-defined]
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
-    vars(wrapper)["_dblock"] = "own"
     return wrapper
 
 
-def _follow(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    """Close the idle connections of the lock with one of Django's, unless that one is closed for its age."""
-    known = vars(connection)
-    if "_dblock" in known:  # one of ours, or followed already
-        return
-    known["_dblock"] = "followed"
-    reference = weakref.ref(connection)  # whatever thread it belongs to, it is closed when that ends
-    for name, follower in (("close", _closing), ("close_if_unusable_or_obsolete", _ageing)):
-        known[name] = functools.partial(follower, reference, known.get(name))
+_configured: dict[str, tuple[str, ...]] = {}
+"""The databases of the aliases as the settings have them."""
 
 
-def _closing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], None] | None) -> None:
-    connection = reference()
-    assert connection is not None  # noqa: S101 - its method is running
-    was_open = connection.connection is not None
-    if close is None:
-        type(connection).close(connection)
-    else:
-        close()
-    if was_open and vars(connection)["_dblock"] != "ageing":
-        for pool in runtime.current.pools():
-            if isinstance(pool, DjangoPool) and pool.alias == connection.alias:
-                pool.close_all()
-
-
-def _ageing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], None] | None) -> None:
-    connection = reference()
-    assert connection is not None  # noqa: S101 - its method is running
-    vars(connection)["_dblock"] = "ageing"
-    try:
-        if close is None:
-            type(connection).close_if_unusable_or_obsolete(connection)
-        else:
-            close()
-    finally:
-        vars(connection)["_dblock"] = "followed"
-
-
-connection_created.connect(_follow, dispatch_uid="dblock.connections")
+def note_configured() -> None:
+    """Note the databases of all aliases, before a test runner turns them to others."""
+    _configured.update((alias, location(settings)) for alias, settings in connections.settings.items())
 
 
 def leave_to_parent() -> None:

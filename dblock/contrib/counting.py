@@ -5,8 +5,10 @@ Rule: memory is bounded by the number of groups and of locks that are held, neve
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from weakref import WeakMethod
 
 from dblock.core.observing.events import Event, Kind
 
@@ -41,6 +43,18 @@ class Groups:
                 return OTHER
             self._known.add(name)
         return name
+
+
+def in_children(reset: Callable[[], None]) -> None:
+    """Have a method called in each process that is forked from now on, for as long as its object lives."""
+    method = WeakMethod(reset)
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
 
 
 class Tenures:

@@ -15,7 +15,7 @@ from opentelemetry.metrics import MeterProvider, Observation, get_meter
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_tracer
 
 from dblock import __version__
-from dblock.contrib.counting import Groups, Tenures, counted, prefix
+from dblock.contrib.counting import Groups, Tenures, counted, in_children, prefix
 from dblock.core import runtime
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
@@ -98,6 +98,7 @@ class Metrics:
 
     def __init__(self, groups: Groups, meter: Any) -> None:
         self._groups, self._tenures = groups, Tenures()
+        in_children(self._tenures.leave_to_parent)
         late = "By how much renewals came later than a third of the ttl."
         self._metrics: dict[str, Callable[..., None]] = {
             "wait": meter.create_histogram("dblock.wait.duration", "s", "How long attempts to get a key took.").record,
@@ -140,7 +141,3 @@ class Metrics:
                 if word == GAVE_UP:
                     more["error.type"] = event.reason
                 self._metrics[name](amount, {**where, **more})
-
-    def forked(self) -> None:
-        """A child holds nothing."""
-        self._tenures.leave_to_parent()

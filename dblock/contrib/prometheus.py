@@ -17,7 +17,7 @@ from typing import Any, Final
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from dblock.contrib.counting import Groups, Tenures, counted, prefix
+from dblock.contrib.counting import Groups, Tenures, counted, in_children, prefix
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.observing.events import Event
@@ -56,6 +56,7 @@ def instrument(
     Raises ValueError if they are registered there already.
     """
     metrics = Metrics(Groups(group, max_groups), buckets, registry)
+    in_children(metrics.forked)
     stop = observe(metrics)
 
     def end() -> None:

@@ -15,7 +15,7 @@ Where to look for:
     who is next                   in this process `acquire.local_queue`, among processes `protocol.queue`
     what happens on a fork        `runtime.Runtime.forked`
     where an option goes          `options.Given` explains it, `options.valid_options` checks it
-    what a thread is for          `worker`: each is a `Worker`, or is begun by `start`; `deliveries` has one of its own
+    what a thread is for          `worker`: each is a `Worker`, or is begun by `start`
     how long something takes      `timing.Timing`
     what others are told          `observing`
 """

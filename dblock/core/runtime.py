@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import os
 import threading
 from collections.abc import Callable, MutableMapping, MutableSet, Sequence
@@ -28,7 +27,6 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, StoreBusy
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.log import warn
-from dblock.core.observing import observers
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -104,7 +102,7 @@ class Runtime:
         """Register a pool of the lock's own connections, which a fork leaves to the parent."""
         with self._lock:
             self._pools.add(pool)
-        pool.prune_by, pool.deadlines = self.watchdog.wake_by, self.deadlines
+        pool.deadlines = self.deadlines
 
     def pools(self) -> list[AutocommitPool]:
         """All registered pools."""
@@ -119,7 +117,7 @@ class Runtime:
         child = Runtime()
         child._pools = self._pools
         for pool in child._pools:
-            pool.prune_by, pool.deadlines = child.watchdog.wake_by, child.deadlines
+            pool.deadlines = child.deadlines
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # so that operations of the one thread that survives can end
             site.leave_to_parent()
@@ -128,9 +126,9 @@ class Runtime:
     def _withdraw(self, store: Store, places: Sequence[tuple[str, str]]) -> Steps[None]:
         return handover.withdraw(self.site(store), places)
 
-    def _prune(self) -> float:
-        """Close connections that have been idle for too long; returns the local time at which to do so again."""
-        return min((pool.prune() for pool in self.pools()), default=math.inf)
+    def _prune(self) -> bool:
+        """Close connections that have been idle for too long; whether others will have been."""
+        return max((pool.prune() for pool in self.pools()), default=False)
 
     def _give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
         return give_back(self.site(store), holds)
@@ -222,7 +220,6 @@ def _after_fork_in_child() -> None:
     FD_LOCK.release()
     deliveries.forked()
     current = current.forked()
-    observers.forked()
 
 
 def _at_exit() -> None:

@@ -9,11 +9,11 @@ Rule: a thread that cannot be started now (out of threads, or the interpreter is
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
 
 from dblock.core import clock, timing
-from dblock.core.log import warn
 from dblock.core.semaphore import BinarySemaphore
 
 
@@ -27,14 +27,19 @@ def start(work: Callable[[], object], name: str) -> Callable[[], bool]:
 class Worker:
     """A thread that works in rounds, for as long as there is something to do."""
 
-    def __init__(self, name: str, does: str) -> None:
-        """`does` says what is left undone if the thread cannot be started, for the log."""
-        self._name, self._does = f"dblock {name}", does
+    exit_priority: int | None = None
+    """Of `close` among what a child of multiprocessing does at its end, which is without atexit; None: nothing."""
+
+    def __init__(self, name: str, refused: Callable[[RuntimeError], object] = bool) -> None:
+        """`refused` logs that the thread cannot be started, and why."""
+        self._name, self._refused = f"dblock {name}", refused
         self._thread: threading.Thread | None = None
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
         self.used = False
         """Whether it was given something since the last round, so that it lives on."""
+        self._finalized = False
+        """Whether `close` is registered for the end of a child of multiprocessing."""
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
@@ -45,9 +50,16 @@ class Worker:
         """Do what is due; returns the local time of the next round, infinity if there is nothing to do."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Do what is left at the end of the process."""
+
     def wake(self) -> RuntimeError | None:
         """Begin a round now, as something is due earlier than planned; returns why no thread can be started for it."""
         self._woken.set()
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and self.exit_priority is not None and not self._finalized:
+            self._finalized = True
+            util.Finalize(None, self.close, exitpriority=self.exit_priority)
         with self._lock:  # a thread that is about to end decides so under it
             thread = self._thread
             if thread is not None and (thread.ident is None or thread.is_alive()):  # it is being started, or runs
@@ -59,7 +71,7 @@ class Worker:
                 self._thread = None  # the next one who needs it tries again
                 if not isinstance(error, RuntimeError):
                     raise
-                warn("cannot %s: %s", self._does, error)
+                self._refused(error)
                 return error
         return None
 

@@ -112,7 +112,6 @@ def set_up(
         _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
 
     runtime.current.deadlines.bound(connection, begin)
-    connection.opened = clock.now()
 
 
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:

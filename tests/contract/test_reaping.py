@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,8 +51,9 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     yield make
     for each in settings:
         each.disable()
+    for keeper in list(runtime.current.watchdog._keepers.values()):
+        keeper.reap_at = math.inf
     assert until(lambda: not reapers()), "it goes on"
-    runtime.current.watchdog._reap_at.clear()
     for own in owns:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
@@ -195,13 +198,9 @@ def test_a_database_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     engine = create_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
     metadata.create_all(engine)
     keeper = Noting(store_for(engine))
-    due = dict[Store, float]({keeper.store: 0.0})
-    with db_lock(engine, "k"):
-        keeper.begin_to_reap(due)
-    assert not keeper.begun
+    assert keeper.reap_at == math.inf
     monkeypatch.setattr(store_for(engine), "renewable", True)
-    keeper.begin_to_reap(due)
-    assert keeper.begun
+    assert Noting(store_for(engine)).reap_at < math.inf
     engine.dispose()
 
 
@@ -209,14 +208,16 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
     """Without the tables, say; and one is under way at a time."""
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
     store = store_for(engine)
-    keeper, due = Noting(store), dict[Store, float]({store: 0.0})
-    keeper.begin_to_reap(due)
+    keeper = Noting(store)
+    assert statistics.fmean(keeper._next_reaping() - clock.now() for _ in range(1000)) == pytest.approx(60, rel=0.3)
+    keeper.reap_at = 0.0
+    _ = keeper.look()
     [steps] = keeper.begun
-    assert 0 < due[store] - clock.now() <= 120
+    assert keeper.reap_at > clock.now()
     step = next(steps)
     assert isinstance(step, Execute)
-    due[store] = 0.0
-    keeper.begin_to_reap(due)
+    keeper.reap_at = 0.0
+    _ = keeper.look()
     assert len(keeper.begun) == 1
     try:
         store.execute(step)
@@ -226,7 +227,7 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
     [record] = caplog.records
     assert "work in the background failed" in record.getMessage()
     assert "locks" in record.getMessage()
-    keeper.begin_to_reap(due)
+    _ = keeper.look()
     assert len(keeper.begun) == 2
     engine.dispose()
 

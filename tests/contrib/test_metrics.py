@@ -254,6 +254,26 @@ def test_several_processes(tmp_path: Path) -> None:
     assert {sample.labels["group"]: sample.value for sample in waits} == {"parent": 1, "child": 2}
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_counts_none_of_its_parents_locks(tmp_path: Path) -> None:
+    """It holds nothing, and releases nothing."""
+    registry, engine = CollectorRegistry(), create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    end = prometheus.instrument(registry=registry)
+
+    def held() -> float | None:
+        return next(sum(each.value for each in it.samples) for it in registry.collect() if it.name == "dblock_held")
+
+    with db_lock(engine, "k"):
+        assert held() == 1
+        if not (child := os.fork()):
+            os._exit(int(held() or 0))
+        assert os.waitpid(child, 0) == (child, 0)
+        assert held() == 1
+    end()
+    engine.dispose()
+
+
 # -- OpenTelemetry
 
 

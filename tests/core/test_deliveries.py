@@ -73,7 +73,7 @@ def test_a_record_is_that_of_the_thread_that_logs(
     thread.join()
     assert deliveries.flush(20)
     assert seen == [("about a key", "mine", "flow", "7", error, "about %r")]
-    assert ran_in == {module.NAME}
+    assert ran_in == {deliveries._name}
 
 
 def test_calls_come_in_order_and_are_bounded(handled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dblock.core import clock, runtime, timing
-from dblock.core.deliveries import NAME, deliveries
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
     LockLost,
     LockNotHeld,
@@ -645,7 +645,7 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
     start, refused, told = threading.Thread.start, list[str](), list[Reason]()
 
     def fails(thread: threading.Thread) -> None:
-        if thread.name == NAME:
+        if thread.name == deliveries._name:
             refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)

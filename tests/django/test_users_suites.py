@@ -100,7 +100,6 @@ def test_with_transactions():
 LAST = """
 def tearDownModule():
     "It ends before this is written into the history, and the test database with it."
-    connection.ensure_connection()  # with this one the idle ones of the lock are closed
     with db_lock("last"):
         pass
 """

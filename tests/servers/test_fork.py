@@ -18,7 +18,6 @@ import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
-from dblock.core.observing.observers import observers
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
 from tests.support.subjects import MATRIX, Subject
 
@@ -194,26 +193,5 @@ def test_who_observes_goes_on_to_in_a_child(subject: Subject, request: pytest.Fi
         with subject.lock("k"):
             pass
         assert len(told) == 4
-    finally:
-        stop()
-
-
-def test_a_callback_that_keeps_something_is_told_of_a_fork() -> None:
-    """By its method `forked`, in the child; one that fails there keeps nobody from going on."""
-
-    class Keeps:
-        kept = 7
-
-        def __call__(self, event: Event) -> None: ...
-
-        def forked(self) -> None:
-            self.kept = 0
-            raise RuntimeError("mine")
-
-    keeps = Keeps()
-    stop = dblock.observe(keeps)
-    try:
-        assert in_child(lambda: (keeps.kept, bool(observers))) == (0, True)
-        assert keeps.kept == 7
     finally:
         stop()

@@ -346,8 +346,8 @@ class PoolWorld:
 
     def expected(self, loop: object) -> list[bool]:
         """For each opening for that event loop, whether it is expected to end."""
-        asked = [each.opening_for for each in self.pool._connections() if each.loop is loop and each.opening_for]
-        return [self.time - each.asked < timing.DEFAULT.single_try for each in asked]
+        openings = [each for each in self.pool._connections() if each.loop is loop and each.opening_for]
+        return [self.time - each.idle_since < timing.DEFAULT.single_try for each in openings]
 
     def choices(self) -> list[Choice]:
         """All that can happen next."""
@@ -585,7 +585,7 @@ class _Canon:
             self._known[id(it)] = len(self._known)
             if isinstance(it, Waiter):
                 flat.append((it.notified(), it.rank, type(it.error).__name__))
-                self._add((it.polls_by, it.since, it.asked), flat)
+                self._add((it.polls_by, it.since), flat)
             elif isinstance(it, Wakeup):
                 flat.append(it.notified())
             else:
@@ -594,5 +594,6 @@ class _Canon:
                 flat += [it.closed, it.generation is pool._generation, it.overdue]
                 flat += [id(it) in in_use for in_use in pool._in_use]
                 flat.append(raw and (raw.closed, raw.dead, raw.parents, raw.old))
-                self._add((it.opening_for, it.idle_since if "silent" in self._world.kinds else 0.0), flat)
+                seen = it.opening_for is not None or "silent" in self._world.kinds
+                self._add((it.opening_for, it.idle_since if seen else 0.0), flat)
                 flat.append(it.loop and it.loop.number)

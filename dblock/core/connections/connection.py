@@ -28,16 +28,14 @@ class Waiter(Wakeup):
     A lost notification costs it a poll interval; one that an interrupt has left in the line keeps nobody waiting.
     """
 
-    __slots__ = ("asked", "critical", "error", "home", "polls_by", "rank", "since", "until")
+    __slots__ = ("critical", "error", "home", "polls_by", "rank", "since", "until")
 
     def __init__(self, until: float, home: object, rank: int) -> None:
         """`home`: its event loop; waiters of a higher rank come first, those that renew or release have 2 or more."""
         super().__init__()
         self.since, self.until, self.home, self.rank, self.critical = clock.now(), until, home, rank, rank > 1
-        self.asked = 0.0
-        """The local time at which it has asked for a connection to be opened."""
         self.error: BaseException | None = None
-        """Why that one could not be opened."""
+        """Why the connection could not be opened that it has asked for."""
         _ = self.attend()
 
     def attend(self) -> float:
@@ -87,9 +85,8 @@ class PooledConnection:
     """Whether its server is a node of a Galera cluster."""
     certified: bool = False
     """Whether the server is a node of a Galera cluster, or of a replication group of MySQL."""
-    idle_since: float = 0.0
-    opened: float = -math.inf
-    """The local time at which its session had been set up: the server answered then."""
+    idle_since: float = -math.inf
+    """The local time at which it was returned or set up, and the server had answered; or at which its opening began."""
     purpose: str = "locks"
     """Purpose of its session, part of the name that the server shows."""
     question: Callable[[], object] | None = None

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeVar
 
 from dblock.core import clock, timing
 from dblock.core.connections.connection import PooledConnection
+from dblock.core.log import warn
 from dblock.core.worker import Worker
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class Deadlines(Worker):
     """The deadlines of the statements of this process that are under way."""
 
     def __init__(self) -> None:
-        super().__init__("deadlines", "watch the deadlines of statements")
+        super().__init__("deadlines", partial(warn, "cannot watch the deadlines of statements: %s"))
         self._due: dict[Cuttable, float] = {}
 
     def arm(self, connection: Cuttable, moment: float) -> None:

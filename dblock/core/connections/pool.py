@@ -75,8 +75,6 @@ class AutocommitPool:
         """All connections by id, also those that interrupted callers have lost."""
         self._generation: object = object()
         """What is opened is kept while this stays the same; None from a closing by the application to its next use."""
-        self.prune_by: Callable[[float], None] = lambda _: None
-        """Schedules a pruning of this pool at that local time at the latest."""
         self.deadlines = Deadlines()  # the process's, once it knows this pool
         self._mutex = threading.RLock()  # a signal handler may send a statement
 
@@ -144,7 +142,7 @@ class AutocommitPool:
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
-        connection.idle_since = now = clock.now()
+        connection.idle_since = clock.now()
         with self._mutex:
             if connection.closed:  # lent before a fork: the parent's
                 return
@@ -157,8 +155,6 @@ class AutocommitPool:
                 self._notify()
         if not keep:
             self._close(connection, broken=connection.overdue)
-        elif len(self._idle) > RESTING:
-            self.prune_by(now + timing.DEFAULT.idle_session)
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close a connection in an unknown state, and with `others` the idle ones: they broke with it."""
@@ -166,13 +162,12 @@ class AutocommitPool:
         if others:
             self._close_idle(broken=True)
 
-    def prune(self) -> float:
-        """Close what has been idle for too long, except the last; returns the local time at which to prune again."""
-        lasts = timing.DEFAULT.idle_session
-        for each in self._pop_idle(clock.now() - lasts, leave=RESTING):
-            self.in_background(self._close, each)
+    def prune(self) -> bool:
+        """Close what has been idle for too long, except the last; whether others are left that will have been."""
         with self._mutex:
-            return self._idle[0].idle_since + lasts if len(self._idle) > RESTING else math.inf
+            while self._idle[RESTING:] and self._idle[0].idle_since < clock.now() - timing.DEFAULT.idle_session:
+                self.in_background(self._close, self._idle.pop(0))
+            return len(self._idle) > RESTING
 
     def close_all(self) -> None:
         """Close all idle connections, and the others when they are returned.
@@ -253,18 +248,16 @@ class AutocommitPool:
             return None
         if (idle := self._lend(loop, self._in_use[waiter.critical])) is not None:
             return idle
-        asked = [each.opening_for for each in known if each.loop is loop and each.opening_for is not None]
-        now = clock.now()
-        hanging = sum(each.asked <= now - timing.DEFAULT.single_try for each in asked)
+        now, openings = clock.now(), [each for each in known if each.loop is loop and each.opening_for is not None]
+        hanging = sum(each.idle_since <= now - timing.DEFAULT.single_try for each in openings)
         if (
             waiter.error is not None
-            or waiter in asked
-            or len(asked) - hanging >= sum(each.home is loop for each in first)
+            or any(each.opening_for is waiter for each in openings)
+            or len(openings) - hanging >= sum(each.home is loop for each in first)
             or hanging >= HANGING * (1 + waiter.critical)
         ):
             return None
-        waiter.asked = now
-        connection = PooledConnection(loop=loop, opening_for=waiter, generation=self._generation)
+        connection = PooledConnection(loop=loop, opening_for=waiter, generation=self._generation, idle_since=now)
         self._all[id(connection)] = connection
         return connection
 
@@ -299,9 +292,9 @@ class AutocommitPool:
     def _is_alive(self, connection: PooledConnection, until: float) -> bool:
         """Whether a probe is answered in a small part of the caller's time, if there is a server.
 
-        A NAT, a load balancer or a firewall drops an idle connection silently. Without an answer it is closed with all
-        that have been idle for longer, as the network has probably dropped them too. The part is long enough for the
-        round trip that was measured when the session was set up.
+        A NAT, a load balancer or a firewall drops an idle connection silently. Without an answer all idle ones are
+        closed with it, as the network has probably dropped them too. The part is long enough for the round trip that
+        was measured when the session was set up.
         """
         if connection.question is None or connection.shutdown_fd < 0:
             return True
@@ -314,7 +307,7 @@ class AutocommitPool:
             self._close(connection, broken=True)  # an answer may yet come
             if not isinstance(error, Exception):  # interrupted
                 raise
-            self._close_idle(now, broken=True)
+            self._close_idle(broken=True)
             return False
         return True
 
@@ -332,16 +325,10 @@ class AutocommitPool:
             if not waiter.notified():
                 waiter.notify()
 
-    def _pop_idle(self, before: float, *, leave: int = 0) -> list[PooledConnection]:
-        """Those that have been idle since before that local time, the oldest first, but for the last few."""
-        popped = list[PooledConnection]()
+    def _close_idle(self, *, broken: bool = False) -> None:
         with self._mutex:
-            while self._idle[leave:] and self._idle[0].idle_since < before:  # a signal handler may take one
-                popped.append(self._idle.pop(0))
-        return popped
-
-    def _close_idle(self, before: float = math.inf, *, broken: bool = False) -> None:
-        for each in self._pop_idle(before):
+            idle, self._idle = self._idle, []
+        for each in idle:
             self._close(each, broken=broken)
 
     def _close(self, connection: PooledConnection, *, broken: bool = False) -> None:

@@ -33,8 +33,8 @@ Hears = Callable[[Event, Store, "Mapping[str, Any] | None"], None]
 The last argument describes the flow that it is about, as parameters of the statements; None: the one that runs.
 """
 
-observers: Final = dict[Hears, object]()
-"""Those who hear of events, in the order in which they came, each with the application's callback, if it is for one.
+observers: Final = dict[Hears, None]()
+"""Those who hear of events, in the order in which they came.
 
 A fork keeps them: a server may subscribe before it forks its workers. Each change is one operation of the dictionary,
 so that neither threads nor signal handlers need a lock.
@@ -66,21 +66,15 @@ def observe(callback: Callable[[Event], object], *kinds: str) -> Callable[[], No
     def stop() -> None:
         _ = observers.pop(hear, None)
 
-    observers[hear] = callback
+    observers[hear] = None
     return stop
 
 
-def _call(callback: Callable[..., object], *given: object) -> None:
+def _call(callback: Callable[[Event], object], event: Event) -> None:
     try:
-        _ = callback(*given)
+        _ = callback(event)
     except Exception as error:  # noqa: BLE001 - a user's
         warn("an observer of locks failed: %r", error, exc_info=True)
-
-
-def forked() -> None:
-    """In a forked child: reset each callback that has a method `forked`."""
-    for callback in list(observers.values()):
-        _call(getattr(callback, "forked", int))
 
 
 def tell(store: Store, event: Event, who: Mapping[str, Any] | None = None) -> None:

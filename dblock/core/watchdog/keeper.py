@@ -14,7 +14,7 @@ import asyncio
 import math
 import random
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -104,8 +104,10 @@ class Keeper:
         """Places to be deleted (owner token: key)."""
         self._withdrawal: Callable[[], Steps[Any] | None] = lambda: None
         """A reference to the steps that delete them."""
+        self.reap_at = self._next_reaping()
+        """The local time from which the next pass of reaping is due."""
         self._reaping: Callable[[], Steps[Any] | None] = lambda: None
-        """A reference to the last pass of reaping."""
+        """A reference to the steps of the last one."""
 
     @property
     def withdraws(self) -> bool:
@@ -132,6 +134,10 @@ class Keeper:
         """Do what is due; returns the seconds until the next heartbeat."""
         if self.loop is None:
             self.begin_to_withdraw()
+        if self.reap_at <= clock.now() and self.store.reaping is not None and not going_on(self._reaping):
+            self.reap_at, steps = self._next_reaping(), reaping.reap(self.store.database, self.store.reaping[1])
+            self._reaping = ref(steps)
+            self.begin(steps, long=True)
         if not self.places:
             return math.inf
         now, times = self.store.database.now(), self.store.database.timing
@@ -188,17 +194,12 @@ class Keeper:
             except asyncio.CancelledError:  # the event loop is ending, and waits for this task
                 yield from self._withdraw(self.store, places)
 
-    def begin_to_reap(self, due: MutableMapping[Store, float]) -> None:
-        """Begin a pass of reaping, if this process reaps that database, one is due, and none is under way.
+    def _next_reaping(self) -> float:
+        """The local time of the next pass; infinity if this process does not reap that database.
 
-        `due` has the local times. The next pass is due at a uniformly random time up to twice the interval from now: so
-        processes that began together do not reap together, and processes that live for a shorter time reap too.
+        The intervals are exponentially distributed, which needs no memory of earlier keepers: processes that began
+        together do not reap together, and processes that live for a shorter time reap too.
         """
         if self.store.reaping is None or not self.store.renewable:
-            return
-        every, retention = self.store.reaping
-        upcoming = clock.now() + random.uniform(0.0, 2 * every)  # noqa: S311 - jitter, not a secret
-        if due.setdefault(self.store, upcoming) <= clock.now() and not going_on(self._reaping):
-            due[self.store], steps = upcoming, reaping.reap(self.store.database, retention)
-            self._reaping = ref(steps)
-            self.begin(steps, long=True)
+            return math.inf
+        return clock.now() + random.expovariate(1 / self.store.reaping[0])

@@ -25,13 +25,12 @@ application is called by another thread (`dblock.core.deliveries`).
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from dblock.core import clock, timing
 from dblock.core.deliveries import deliveries
@@ -65,27 +64,24 @@ class Watchdog(Worker):
     """Watches all holds of this process."""
 
     keeps: type[Keeper] = Keeper
+    exit_priority = 0
 
     def __init__(
         self,
         flows: Flows,
         give_back: Callable[[Store, Sequence[Hold]], Steps[object]],
         withdraw: Withdraw,
-        prune: Callable[[], float] = lambda: math.inf,
+        prune: Callable[[], bool] = bool,
     ) -> None:
         """`give_back` releases holds of a store at the end of the process; `withdraw` is `handover.withdraw`, for one.
 
-        `prune` closes idle connections whose time is up, without waiting for a server, and returns the local time of
-        the next call; `inf` if it is not needed.
+        `prune` closes idle connections whose time is up, without waiting for a server; true: it has to be called again.
         """
-        super().__init__("watchdog", "watch over leases")
+        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"))
         self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._keepers: dict[Where, Keeper] = {}
-        self._finalized = False
-        """Whether `close` is registered for the end of a child of multiprocessing."""
-        self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.histories: Writes | None = None
         """The events to write; None if no store keeps a history."""
         self._ending: tuple[list[Hold], threading.Event] | None = None
@@ -105,8 +101,6 @@ class Watchdog(Worker):
                     _ = keeper.ensure()
                 except RuntimeError as error:
                     refused = error
-        if hold.store.reaping is not None:
-            keeper.begin_to_reap(self._reap_at)
         return (self.wake() if hold.lease.due < self.wakes_at else None) or refused
 
     def discard(self, hold: Hold) -> bool:
@@ -221,13 +215,6 @@ class Watchdog(Worker):
 
     # -- the watching thread
 
-    def wake(self) -> RuntimeError | None:
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None and not self._finalized:  # a child of multiprocessing ends without atexit
-            self._finalized = True
-            util.Finalize(None, self.close, exitpriority=0)
-        return super().wake()
-
     def round(self) -> float:
         # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
         # Else a process that takes thousands of locks looks at all of them again and again.
@@ -237,15 +224,16 @@ class Watchdog(Worker):
                 (holds, ended), self._ending = self._ending, None
                 self._release_and_write(holds)
                 ended.set()
-            soonest = min(self._prune(), clock.now() + self._look_at_all())
-            deliveries.start()
+            soonest, idle = clock.now() + self._look_at_all(), self._prune()
+            if deliveries.stranded:
+                _ = deliveries.wake()
             for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2) if self.histories else ():
                 self._keeper(store, loop).begin(steps, long=True)
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
             warn("the watchdog failed in one round, and continues: %r", error)
             return latest
-        busy = self._holds or self._keepers or self._unfinished or deliveries.stranded
-        return min(soonest, latest) if busy or soonest < math.inf else math.inf
+        busy = idle or self._holds or self._keepers or self._unfinished or deliveries.stranded
+        return min(soonest, latest) if busy else math.inf
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
@@ -261,15 +249,14 @@ class Watchdog(Worker):
                     hold.lease.due = hold.lease.now() + hold.lease.term / 6
                 self._renew(self._keeper(store, loop), holds)
         for where, keeper in list(self._keepers.items()):
+            over = keeper.loop is not None and keeper.loop.is_closed()
+            soonest = soonest if over else min(soonest, keeper.look())
             with self._lock:
                 busy = keeper.places or keeper.tasks or keeper.withdraws
-                used = busy or any((hold.store, hold.loop) == where for hold in list(self._holds))
-                if not used or (keeper.loop is not None and keeper.loop.is_closed()):
+                if over or not (busy or any((hold.store, hold.loop) == where for hold in list(self._holds))):
                     del self._keepers[where]
                     if keeper.renewer is not None:
                         keeper.renewer.give(None)  # it ends
-                    continue
-            soonest = min(soonest, keeper.look())
         return max(soonest, 0.001)
 
     def _look(self, hold: Hold, now: float) -> float:
