@@ -79,7 +79,7 @@ class Actor:
     def block(self) -> Steps[None]:
         leader = self.house.leader
         yield from self.driving(leader._enter, None)
-        [hold] = [hold for flow, _, hold in leader._withs if flow is self.flow.ref]
+        [hold] = [each.lock._hold_here() for flow, each in leader._withs if flow is self.flow.ref]
         error = (yield Call(self.body, (hold.tenure.fence,))).error
         self.cancel = None
         yield from leader._exit(None)

@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -38,7 +37,6 @@ from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, refuse_interrupt, refuses, was_ours
-from dblock.core.lock.refusals import timed_out
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, wait
@@ -82,8 +80,8 @@ class Term(NamedTuple):
     """Who leads; None while nobody does."""
 
 
-_Block = tuple[Callable[[], Any], Candidacy, Hold]
-"""A reference to the flow that has begun a block, its candidacy, and the hold of the term."""
+_Block = tuple[Callable[[], Any], Candidacy]
+"""A reference to the flow that has begun a block, and its candidacy."""
 
 
 def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock, *given: object) -> None:
@@ -197,12 +195,8 @@ class BaseLeader(Operations):
     ) -> Steps[Hold]:
         """The hold of the term, once `on_elected` was called. Raises LockTimeout, or Cancelled."""
         self._begin(candidacy)
-        hold = yield from entering.acquire(candidacy.lock, timeout, "with", end=end)
-        if isinstance(hold, Refused):
-            raise (yield from timed_out(candidacy.lock, hold)) from hold.busy
+        hold = yield from entering.enter_block(candidacy.lock, timeout, end)
         candidacy.cancel.over = True
-        if (task := candidacy.flow.task) is not None:
-            hold.cancelling = task.cancelling()
         if self._on_elected is not None and candidacy.leads():
             yield from self._lead(candidacy, hold, self._on_elected, self)
         if not candidacy.leads():
@@ -288,19 +282,20 @@ class BaseLeader(Operations):
     def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
         """Begin the block of a `with`, which has loaded `its`."""
         try:
-            hold = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
+            _ = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
         except Cancelled:
             raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
-        (self._withs if its is None else its.opened).append((current_flow().ref, candidacy, hold))
+        (self._withs if its is None else its.opened).append((current_flow().ref, candidacy))
 
     def _exit(self, opened: list[_Block] | None) -> Steps[None]:
         """End the block of a `with`; `opened`: the blocks of its end."""
         blocks = opened or self._withs
         block = innermost(blocks, [self.name], "make a db_leader() for each block")
         blocks.remove(block)
-        _, candidacy, hold = block
+        candidacy = block[1]
+        hold = candidacy.lock._hold_here()
         yield from candidacy.drive(candidacy.end())
-        if hold.interrupted:
+        if hold is not None and hold.interrupted:
             raise LockError(f"the term of {self.name!r} was ended by resign()")
 
 
