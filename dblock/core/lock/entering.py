@@ -173,14 +173,13 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock, its: Loaded | None = None) -> Steps[Hold | None]:
+def enter(lock: BaseLock, its: Loaded) -> Steps[Hold | None]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
     `its`: what the `with` has loaded. With `on_busy="skip"` the call of a decorated function is marked as skipped
     instead.
     """
-    end, opened = (its.end, its.opened) if its else (None, None)
-    steps = enter_block(lock, lock._timeout, end, opened)
+    steps = enter_block(lock, lock._timeout, its.end, its.opened)
     return steps if lock.options.on_busy == "raise" else or_skip(lock, steps)
 
 

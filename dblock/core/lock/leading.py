@@ -80,10 +80,6 @@ class Term(NamedTuple):
     """Who leads; None while nobody does."""
 
 
-_Block = tuple[Callable[[], Any], Candidacy]
-"""A reference to the flow that has begun a block, and its candidacy."""
-
-
 def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock, *given: object) -> None:
     if (leader := this()) is not None:
         _ = handler(leader, *given)
@@ -112,8 +108,8 @@ class BaseLeader(Operations):
         """Whose copies the candidacies take; it is never held itself."""
         self._lock._stands_by = True
         self.options, self._drive, self._adrive = self._lock.options, self._lock._drive, self._lock._adrive
-        self._withs: list[_Block] = []
-        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
+        self._withs: list[tuple[Callable[[], Any], Candidacy]] = []
+        """Blocks without an end of their own: a reference to the flow that has begun it, and its candidacy."""
         self._runtime: Any = None
         """That of the process; a forked child has another."""
         _ = self._latest()
@@ -279,20 +275,19 @@ class BaseLeader(Operations):
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
             yield from candidacy.finish()
 
-    def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
+    def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[None]:
         """Begin the block of a `with`, which has loaded `its`."""
         try:
-            _ = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
+            _ = yield from self._elect(candidacy, self._lock._timeout, its.end)
         except Cancelled:
             raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
-        (self._withs if its is None else its.opened).append((current_flow().ref, candidacy))
+        its.opened.append((current_flow().ref, candidacy))
 
-    def _exit(self, opened: list[_Block] | None) -> Steps[None]:
+    def _exit(self, opened: list[Any]) -> Steps[None]:
         """End the block of a `with`; `opened`: the blocks of its end."""
-        blocks = opened or self._withs
-        block = innermost(blocks, [self.name], "make a db_leader() for each block")
-        blocks.remove(block)
-        candidacy = block[1]
+        block = innermost(opened, [self.name], "make a db_leader() for each block")
+        opened.remove(block)
+        candidacy: Candidacy = block[1]
         hold = candidacy.lock._hold_here()
         yield from candidacy.drive(candidacy.end())
         if hold is not None and hold.interrupted:
@@ -357,7 +352,7 @@ class SyncLeader(BaseLeader, Blocking):
         return lead
 
     @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Self:
+    def __enter__(self, its: Loaded) -> Self:
         if self.options.interrupt:
             refuse_interrupt()
         self._drive(*self._driving(self._enter, its))
@@ -408,7 +403,7 @@ class AsyncLeader(BaseLeader, Awaiting):
         return lead
 
     @block_begin
-    async def __aenter__(self: L, its: Loaded | None = None) -> L:  # noqa: PYI019 - any leader may use it
+    async def __aenter__(self: L, its: Loaded) -> L:  # noqa: PYI019 - any leader may use it
         await self._adrive(*self._driving(self._enter, its))
         return self
 
