@@ -30,6 +30,7 @@ from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
 from dblock.drivers import sessions
+from dblock.drivers.tls import Tls
 
 T = TypeVar("T")
 MOST: Final = 5
@@ -56,6 +57,7 @@ class DjangoPool(AutocommitPool):
         self.alias = alias
         self._location: object = None
         self._lanes = Lane("take"), Lane("keep")
+        self._tls = Tls()
         runtime.current.add_pool(self)
 
     def lane(self, *, critical: bool) -> Lane:
@@ -78,11 +80,12 @@ class DjangoPool(AutocommitPool):
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose)
+        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose, self._tls)
         connection.location = location(wrapper.settings_dict)
         try:
             wrapper.ensure_connection()
             connection.raw = raw = wrapper.connection
+            self._tls.opened(raw)
             raw.rollback()  # what a receiver of `connection_created` may have begun
             wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
             ask = None
@@ -101,6 +104,7 @@ class DjangoPool(AutocommitPool):
                 prepared = psycopg.prepared_for(raw, prepare=connection.direct)
                 connection.prepared = None if prepared is None else prepared.execute
         except BaseException:
+            self._tls.forget()
             wrapper.close()
             raise
 
@@ -191,7 +195,7 @@ def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
+def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
     """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
@@ -199,7 +203,8 @@ def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
         options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
         options["detect_types"] = 0  # the lock's answers are numbers and texts
     else:
-        options |= sessions.options(wrapper.Database.__name__.lower(), options, purpose)  # type: ignore[attr-defined]
+        driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
+        options |= sessions.options(driver, options, purpose) | tls.options(options)
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     return wrapper

@@ -161,7 +161,7 @@ class Twins(Both, BlockingLocks):
     """The methods of a lock, and of several, each with an asynchronous twin that begins with an `a`."""
 
     @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
+    async def __aenter__(self, its: Loaded) -> Self:
         await self._adrive(self._enter(its))
         return self
 

@@ -33,6 +33,7 @@ from dblock.core.errors import PoolExhausted
 from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
+from dblock.drivers.tls import Tls
 
 _opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
 """The connection of the lock that is being opened."""
@@ -60,6 +61,7 @@ class EnginePool(AutocommitPool):
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
         self._changed: dict[str, tuple[Any, Any]] = {}
         """The driver's options that were changed for the last opening: the application's value, and the lock's."""
+        self._tls = Tls()
         if not local:
             event.listen(engine, "do_connect", self._set_options)
 
@@ -100,10 +102,12 @@ class EnginePool(AutocommitPool):
             fairy = self._source.connect()
             driver: Any = fairy.driver_connection
             fairy.detach()
+            self._tls.opened(driver)
             connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
             self._set_up(connection, driver)
         except BaseException:
+            self._tls.forget()
             if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
                 with contextlib.suppress(Exception):
                     self.close(connection, broken=True)
@@ -148,7 +152,7 @@ class EnginePool(AutocommitPool):
                     del options[name]
         opening = _opening.get()
         if opening is not None:
-            changed = _sessions().options(dialect.driver, options, opening.purpose)
+            changed = _sessions().options(dialect.driver, options, opening.purpose) | self._tls.options(options)
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed
 

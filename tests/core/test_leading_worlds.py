@@ -22,6 +22,7 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import Hold, _Life
+from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.leading import SyncLeader
 from dblock.core.protocol.steps import Call, Cancel, Cancelled, Execute, Outcome, Steps, Wait
@@ -78,11 +79,11 @@ class Actor:
 
     def block(self) -> Steps[None]:
         leader = self.house.leader
-        yield from self.driving(leader._enter, None)
-        [hold] = [hold for flow, _, hold in leader._withs if flow is self.flow.ref]
+        yield from self.driving(leader._enter, Loaded(leader))
+        [hold] = [each.lock._hold_here() for flow, each in leader._withs if flow is self.flow.ref]
         error = (yield Call(self.body, (hold.tenure.fence,))).error
         self.cancel = None
-        yield from leader._exit(None)
+        yield from leader._exit(leader._withs)
         if error is not None:
             raise error
 

@@ -81,6 +81,8 @@ class BaseLock:
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
         """The open `with`s of this very object, in the order in which they were entered."""
+        self._withs: list[Block] = []
+        """Of these, those that an ExitStack or a call by hand has begun: they have no end of their own."""
 
     # -- what the locks of a read-write lock and of a semaphore do otherwise
 
@@ -230,7 +232,7 @@ class BaseLock:
 
     def __copy__(self) -> Self:
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self), _blocks=[])
+        vars(twin).update(vars(self), _blocks=[], _withs=[])
         return twin
 
     def __getstate__(self) -> object:

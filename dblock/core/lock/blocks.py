@@ -36,12 +36,12 @@ class Loaded:
 
     __slots__ = ("end", "opened", "owner")
 
-    def __init__(self, owner: object) -> None:
+    def __init__(self, owner: Any, opened: list[Any] | None = None) -> None:
         self.owner = weakref.ref(owner)
         self.end: Callable[[], Any] | None = None
-        """A weak reference to the end, once that is loaded."""
-        self.opened: list[Any] = []
-        """Where to put what a block opens, for its end."""
+        """A weak reference to the end, once that is loaded; None without an end of the block's own."""
+        self.opened: list[Any] = owner._withs if opened is None else opened
+        """Where to put what a block opens, for its end: by default beside the owner's other blocks without ends."""
 
 
 class _Begin:
@@ -54,18 +54,18 @@ class _Begin:
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         if owner is None:
             return self
-        its = runtime.current.flows.thread.loaded = Loaded(owner)
+        its = runtime.current.flows.thread.loaded = Loaded(owner, [])
         return MethodType(functools.partial(_begin, self.enter, its), owner)
 
     def __call__(self, owner: Any) -> Any:
         """Enter a block that no `with` has begun: contextlib.ExitStack calls the function of the class."""
         runtime.current.flows.thread.loaded = None
-        return self.enter(owner)
+        return self.enter(owner, Loaded(owner))
 
 
 def _begin(enter: Callable[..., Any], its: Loaded, owner: Any) -> Any:
     runtime.current.flows.thread.loaded = None
-    return enter(owner, its if its.end is not None and its.end() is not None else None)
+    return enter(owner, its if its.end is not None and its.end() is not None else Loaded(owner))
 
 
 class _End:
@@ -100,14 +100,11 @@ async def _awaited(end: Callable[..., Any], *error: Any) -> Any:
         del end  # a traceback keeps this frame
 
 
-def block_begin(enter: Callable[[S, Loaded | None], R]) -> Callable[[S], R]:
-    """Decorates `__enter__` and `__aenter__`, whose last argument is what their statement has loaded.
-
-    It is None for a block without an end of its own.
-    """
+def block_begin(enter: Callable[[S, Loaded], R]) -> Callable[[S], R]:
+    """Decorates `__enter__` and `__aenter__`, whose last argument is what their statement has loaded."""
     return cast("Callable[[S], R]", _Begin(enter))
 
 
 def block_end(leave: Callable[[S, K, E, T, list[Any] | None], R]) -> Callable[[S, K, E, T], R]:
-    """Decorates `__exit__` and `__aexit__`, whose last argument is the list of what was opened by that end."""
+    """Decorates `__exit__` and `__aexit__`, whose last argument is the list of what was opened for that end."""
     return cast("Callable[[S, K, E, T], R]", _End(leave))

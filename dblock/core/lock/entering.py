@@ -173,14 +173,13 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock, its: Loaded | None = None) -> Steps[None]:
+def enter(lock: BaseLock, its: Loaded) -> Steps[Hold | None]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
     `its`: what the `with` has loaded. With `on_busy="skip"` the call of a decorated function is marked as skipped
     instead.
     """
-    end, opened = (its.end, its.opened) if its else (None, None)
-    steps = enter_block(lock, lock._timeout, end, opened)
+    steps = enter_block(lock, lock._timeout, its.end, its.opened)
     return steps if lock.options.on_busy == "raise" else or_skip(lock, steps)
 
 
@@ -189,7 +188,7 @@ def enter_block(
     timeout: float | None,
     end: Callable[[], object] | None = None,
     opened: list[Block] | None = None,
-) -> Steps[None]:
+) -> Steps[Hold]:
     """The same, whatever `on_busy` says; `end`: a reference to the end of the block, which is added to `opened`."""
     flow = lock._running_flow()
     hold = lock._hold_here(flow)
@@ -200,14 +199,15 @@ def enter_block(
         if isinstance(found, Refused):
             raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
         hold = found
-    if lock.options.interrupt:
-        hold.cancelling = current_task().cancelling()
+    if lock.options.interrupt and (task := current_task()) is not None:
+        hold.cancelling = task.cancelling()
     block = Block(hold.entries[-1], hold)
     if lock._blocks:
         lock._blocks = [each for each in lock._blocks if each.entry.lock is not None]
     lock._blocks.append(block)
     if opened is not None:
         opened.append(block)
+    return hold
 
 
 L = TypeVar("L", bound=BaseLock)

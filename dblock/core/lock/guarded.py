@@ -41,7 +41,7 @@ class _Block(Generic[T]):
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._withs: list[Begun] = []
-        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
+        """The blocks without an end of their own: an ExitStack, or a call by hand, has begun them."""
 
     @property
     def key(self) -> str:
@@ -70,14 +70,9 @@ class _Block(Generic[T]):
         """Begin the transaction, guard it, give what the block gives, and end the transaction after `_committing`."""
         raise NotImplementedError
 
-    def _new(self, its: Loaded | None) -> tuple[Begun, list[Begun]]:
-        """A block that begins, and the list that refers to it for as long as it is open."""
-        return (current_flow().ref, self._block()), self._withs if its is None else its.opened
-
-    def _ending(self, opened: list[Begun] | None) -> tuple[Begun, list[Begun]]:
-        """The block that ends, and the list that refers to it; `opened`: that of its end."""
-        found = opened or self._withs
-        return innermost(found, getattr(self._lock, "keys", None) or [self.key]), found
+    def _ending(self, opened: list[Begun]) -> Begun:
+        """The block that ends, of those `opened` for this end."""
+        return innermost(opened, getattr(self._lock, "keys", None) or [self.key])
 
     def _refuse_anew(self) -> None:
         """Raise LockLost if a body further out has lost the lock, so that this block has taken another tenure.
@@ -140,13 +135,13 @@ class Guarded(_Block[T]):
                 _committed(holds)
 
     @block_begin
-    def __enter__(self, its: Loaded | None = None) -> T:
-        begun, blocks = self._new(its)
+    def __enter__(self, its: Loaded) -> T:
+        begun = current_flow().ref, self._block()
         try:
             given: T = begun[1].__enter__()
-            blocks.append(begun)
+            its.opened.append(begun)
         except BaseException:
-            self._abandon(begun, blocks)
+            self._abandon(begun, its.opened)
             raise
         return given
 
@@ -164,13 +159,13 @@ class Guarded(_Block[T]):
         trace: TracebackType | None,
         opened: list[Begun] | None = None,
     ) -> bool | None:
-        ending = None
+        blocks, begun = opened or self._withs, None
         try:
-            begun, blocks = ending = self._ending(opened)
+            begun = self._ending(blocks)
             blocks.remove(begun)
             swallows: bool | None = begun[1].__exit__(kind, error, trace)
         except BaseException:
-            self._abandon(*(ending or self._ending(opened)))
+            self._abandon(begun or self._ending(blocks), blocks)
             raise
         return swallows
 
@@ -221,10 +216,10 @@ class AsyncGuarded(_Block[T]):
                 _committed(holds)
 
     @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> T:
-        begun, blocks = self._new(its)
+    async def __aenter__(self, its: Loaded) -> T:
+        begun = current_flow().ref, self._block()
         given: T = await begun[1].__aenter__()
-        blocks.append(begun)
+        its.opened.append(begun)
         return given
 
     @block_end
@@ -235,7 +230,8 @@ class AsyncGuarded(_Block[T]):
         trace: TracebackType | None,
         opened: list[Begun] | None = None,
     ) -> bool | None:
-        begun, blocks = self._ending(opened)
+        blocks = opened or self._withs
+        begun = self._ending(blocks)
         blocks.remove(begun)
         swallows: bool | None = await begun[1].__aexit__(kind, error, trace)
         return swallows

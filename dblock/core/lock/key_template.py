@@ -144,12 +144,12 @@ def adecorated(lock: Any, function: AF) -> AF:
     return cast("AF", locked)
 
 
-def or_skip(lock: Any, entering: Steps[None]) -> Steps[None]:
+def or_skip(lock: Any, entering: Steps[Any]) -> Steps[None]:
     """Enter the lock of one call of a decorated function, which is marked as skipped if its key is busy."""
     if lock._skipped is None:
         raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
     try:
-        yield from entering
+        _ = yield from entering
     except LockTimeout as busy:
         lock._template.tell_of_skipped(busy)
         lock._skipped = True

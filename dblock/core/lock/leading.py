@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -38,7 +37,6 @@ from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, refuse_interrupt, refuses, was_ours
-from dblock.core.lock.refusals import timed_out
 from dblock.core.log import warn
 from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, wait
@@ -82,10 +80,6 @@ class Term(NamedTuple):
     """Who leads; None while nobody does."""
 
 
-_Block = tuple[Callable[[], Any], Candidacy, Hold]
-"""A reference to the flow that has begun a block, its candidacy, and the hold of the term."""
-
-
 def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock, *given: object) -> None:
     if (leader := this()) is not None:
         _ = handler(leader, *given)
@@ -114,8 +108,8 @@ class BaseLeader(Operations):
         """Whose copies the candidacies take; it is never held itself."""
         self._lock._stands_by = True
         self.options, self._drive, self._adrive = self._lock.options, self._lock._drive, self._lock._adrive
-        self._withs: list[_Block] = []
-        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
+        self._withs: list[tuple[Callable[[], Any], Candidacy]] = []
+        """Blocks without an end of their own: a reference to the flow that has begun it, and its candidacy."""
         self._runtime: Any = None
         """That of the process; a forked child has another."""
         _ = self._latest()
@@ -197,12 +191,8 @@ class BaseLeader(Operations):
     ) -> Steps[Hold]:
         """The hold of the term, once `on_elected` was called. Raises LockTimeout, or Cancelled."""
         self._begin(candidacy)
-        hold = yield from entering.acquire(candidacy.lock, timeout, "with", end=end)
-        if isinstance(hold, Refused):
-            raise (yield from timed_out(candidacy.lock, hold)) from hold.busy
+        hold = yield from entering.enter_block(candidacy.lock, timeout, end)
         candidacy.cancel.over = True
-        if (task := candidacy.flow.task) is not None:
-            hold.cancelling = task.cancelling()
         if self._on_elected is not None and candidacy.leads():
             yield from self._lead(candidacy, hold, self._on_elected, self)
         if not candidacy.leads():
@@ -285,22 +275,22 @@ class BaseLeader(Operations):
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
             yield from candidacy.finish()
 
-    def _enter(self, candidacy: Candidacy, its: Loaded | None) -> Steps[None]:
+    def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[None]:
         """Begin the block of a `with`, which has loaded `its`."""
         try:
-            hold = yield from self._elect(candidacy, self._lock._timeout, its.end if its else None)
+            _ = yield from self._elect(candidacy, self._lock._timeout, its.end)
         except Cancelled:
             raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
-        (self._withs if its is None else its.opened).append((current_flow().ref, candidacy, hold))
+        its.opened.append((current_flow().ref, candidacy))
 
-    def _exit(self, opened: list[_Block] | None) -> Steps[None]:
+    def _exit(self, opened: list[Any]) -> Steps[None]:
         """End the block of a `with`; `opened`: the blocks of its end."""
-        blocks = opened or self._withs
-        block = innermost(blocks, [self.name], "make a db_leader() for each block")
-        blocks.remove(block)
-        _, candidacy, hold = block
+        block = innermost(opened, [self.name], "make a db_leader() for each block")
+        opened.remove(block)
+        candidacy: Candidacy = block[1]
+        hold = candidacy.lock._hold_here()
         yield from candidacy.drive(candidacy.end())
-        if hold.interrupted:
+        if hold is not None and hold.interrupted:
             raise LockError(f"the term of {self.name!r} was ended by resign()")
 
 
@@ -362,7 +352,7 @@ class SyncLeader(BaseLeader, Blocking):
         return lead
 
     @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Self:
+    def __enter__(self, its: Loaded) -> Self:
         if self.options.interrupt:
             refuse_interrupt()
         self._drive(*self._driving(self._enter, its))
@@ -413,7 +403,7 @@ class AsyncLeader(BaseLeader, Awaiting):
         return lead
 
     @block_begin
-    async def __aenter__(self: L, its: Loaded | None = None) -> L:  # noqa: PYI019 - any leader may use it
+    async def __aenter__(self: L, its: Loaded) -> L:  # noqa: PYI019 - any leader may use it
         await self._adrive(*self._driving(self._enter, its))
         return self
 

@@ -41,13 +41,10 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
-def end_block(lock: BaseLock, opened: list[Block] | None) -> Steps[None]:
-    """Leave the block that ends: the only one of those `opened` by its end that is open, else as leave_block()."""
-    block = None
-    if opened:
-        opened[:] = [block for block in opened if block in lock._blocks]
-        block = opened.pop() if len(opened) == 1 else None
-    return leave_block(lock, block)
+def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
+    """Leave the block that ends: the only one of those `opened` for its end that is open, else as leave_block()."""
+    opened[:] = [block for block in opened if block in lock._blocks]
+    return leave_block(lock, opened.pop() if len(opened) == 1 else None)
 
 
 def release(lock: BaseLock) -> Steps[None]:

@@ -92,6 +92,7 @@ class Operations:
         options: Options
         _template: Template
         _timeout: Any
+        _withs: list[Any]
         _drive: Any
         _adrive: Any
         _templates: Any
@@ -117,7 +118,7 @@ class Blocking(Operations):
     ) -> None:
         try:
             if not self._skipped:
-                self._drive(self._exit(opened))
+                self._drive(self._exit(opened or self._withs))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -147,7 +148,7 @@ class Awaiting(Operations):
         holds = self._holds() if self.options.interrupt else []
         try:
             if not self._skipped:
-                await self._adrive(self._exit(opened), undisturbed=True)
+                await self._adrive(self._exit(opened or self._withs), undisturbed=True)
         except LockError as late:
             if not gives_way(late, error, holds):
                 raise
@@ -164,7 +165,7 @@ class BlockingLocks(Blocking):
     """The methods of a lock, and of several that are taken together, which block the calling thread."""
 
     @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Self:
+    def __enter__(self, its: Loaded) -> Self:
         if self.options.interrupt:
             refuse_interrupt()
         self._drive(self._enter(its))
@@ -205,7 +206,7 @@ class AwaitingLocks(Awaiting):
     """The same methods as coroutines; see BlockingLocks for what each does."""
 
     @block_begin
-    async def __aenter__(self, its: Loaded | None = None) -> Self:
+    async def __aenter__(self, its: Loaded) -> Self:
         await self._adrive(self._enter(its))
         return self
 
@@ -251,7 +252,7 @@ class Attaching(Generic[L]):
 
     async def __aenter__(self) -> L:
         lock = await self
-        await lock._adrive(lock._enter(None))
+        await lock._adrive(lock._enter(Loaded(lock)))
         return lock
 
     async def __aexit__(

@@ -129,6 +129,8 @@ class BaseSemaphore(Operations):
         """A permit that is never acquired, of which all others are copies."""
         self.options: Options = self._plain.options
         self._drive, self._adrive = self._plain._drive, self._plain._adrive
+        self._withs: list[Block] = []
+        """Those of the permits of blocks without an end of their own."""
         self._held: list[Any] = []
         """The permits of this object, the oldest first. The flow that has removed one from it releases it."""
 
@@ -235,7 +237,7 @@ class BaseSemaphore(Operations):
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
 
-    def _enter(self, its: Loaded | None) -> Steps[Any]:
+    def _enter(self, its: Loaded) -> Steps[Any]:
         """Begin a `with`: its permit, which a call of a decorated function that is skipped does not hold."""
         if any(flow is current_flow().ref for flow, _, _ in self._blocks()):
             raise LockError(
@@ -247,18 +249,18 @@ class BaseSemaphore(Operations):
         yield from undone(partial(self._begin, permit, its), partial(self._undo, [permit]))
         return permit
 
-    def _begin(self, permit: Any, its: Loaded | None) -> Steps[None]:
+    def _begin(self, permit: Any, its: Loaded) -> Steps[None]:
         yield from entering.enter(permit, its)
         self._skipped = permit._skipped
         if not self._skipped:
             permit._block = permit._blocks[-1]
             self._add([permit])
 
-    def _exit(self, opened: list[Block] | None) -> Steps[None]:
+    def _exit(self, opened: list[Block]) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
         blocks = [each for each in self._blocks() if not opened or each[1] in opened]
         _, block, permit = ending(blocks, self.key, "enter a semaphore.permit() of its own for each block")
-        if opened:
+        if block in opened:
             opened.remove(block)
         _ = self._drop(permit)
         return leaving.leave_block(permit, block)
@@ -291,7 +293,7 @@ class BaseSemaphore(Operations):
         """A separate semaphore for one call of a decorated function."""
         made, plain = copy.copy(self), copy.copy(self._plain)
         plain._key, plain._skipped, plain._template = valid_shared_key(template.key(args, kwargs)), False, template
-        made._plain, made._held = plain, []
+        made._plain, made._held, made._withs = plain, [], []
         return made
 
 
@@ -323,7 +325,7 @@ class SyncSemaphore(BaseSemaphore, Blocking):
         return list(self._drive(self._holders()))
 
     @block_begin
-    def __enter__(self, its: Loaded | None = None) -> Any:
+    def __enter__(self, its: Loaded) -> Any:
         return self._drive(self._enter(its))
 
 
@@ -351,5 +353,5 @@ class AsyncSemaphore(BaseSemaphore, Awaiting):
         return list(await self._adrive(self._holders()))
 
     @block_begin
-    async def __aenter__(self: BaseSemaphore, its: Loaded | None = None) -> Any:
+    async def __aenter__(self: BaseSemaphore, its: Loaded) -> Any:
         return await self._adrive(self._enter(its))

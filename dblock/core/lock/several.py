@@ -27,9 +27,6 @@ from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.runtime import current_flow
 from dblock.core.values import Seconds, State
 
-Opened = tuple[Callable[[], Flow | None], Entered]
-"""A reference to the flow that has begun a block, and what that has entered."""
-
 
 def once(keys: Sequence[Any]) -> list[Any]:
     """Each of the keys and locks that db_locks() was given, once."""
@@ -60,8 +57,8 @@ class BaseLocks(Operations):
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
-        self._withs: list[Opened] = []
-        """The open blocks without an end of their own: their methods were called by hand, or by an ExitStack."""
+        self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
+        """Blocks without an end of their own: a reference to the flow that has begun it, and what it has entered."""
         for lock in members:
             if lock.options.on_busy != "raise":
                 raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
@@ -127,19 +124,13 @@ class BaseLocks(Operations):
 
     # -- the operations, as steps
 
-    def _enter(self, its: Loaded | None) -> Steps[None]:
+    def _enter(self, its: Loaded) -> Steps[None]:
         """Begin a `with`, which has loaded `its`."""
-        end, blocks = (its.end, its.opened) if its else (None, self._withs)
-        steps = self._acquire(self._timeout, blocks, end)
+        steps = self._acquire(self._timeout, its)
         return steps if self.options.on_busy == "raise" else or_skip(self, steps)
 
-    def _acquire(
-        self, timeout: float | None, blocks: list[Opened] | None = None, end: Callable[[], object] | None = None
-    ) -> Steps[None]:
-        """Take them all, or none; raises LockTimeout if one of them was not free in time.
-
-        `blocks`: where the `with` is kept that begins by that, if one does; `end`: a reference to its end.
-        """
+    def _acquire(self, timeout: float | None, its: Loaded | None = None) -> Steps[None]:
+        """Take them all, or none; raises LockTimeout if one was not free in time. `its`: by a `with`, see _enter()."""
         deadline = None if timeout is None else clock.now() + timeout
         locks, store = self._in_order(), None
         before = [block.entry for _, block in self._entered()]
@@ -148,16 +139,16 @@ class BaseLocks(Operations):
             nonlocal store
             for lock in locks:
                 store, left = lock._place.store(), None if deadline is None else max(deadline - clock.now(), 0.0)
-                if blocks is not None:
-                    yield from entering.enter_block(lock, left, end)
+                if its is not None:
+                    _ = yield from entering.enter_block(lock, left, its.end)
                 elif isinstance((yield from entering.acquire(lock, left)), Refused):
                     raise LockTimeout(key=lock.key)
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
                 hold = lock._surely_held()
                 if len(hold.entries) == 1:
                     entering.count_min_hold(hold, lock, begins=True)
-            if blocks is not None:
-                blocks.append((current_flow().ref, self._entered(before)))
+            if its is not None:
+                its.opened.append((current_flow().ref, self._entered(before)))
 
         def leave_all(error: BaseException) -> Steps[None]:
             entered = self._entered(before)
@@ -179,11 +170,10 @@ class BaseLocks(Operations):
             _ = yield from lock._verify()
         return True
 
-    def _exit(self, opened: list[Opened] | None) -> Steps[None]:
+    def _exit(self, opened: list[Any]) -> Steps[None]:
         """End a `with`; `opened`: the blocks of its end."""
-        blocks = opened or self._withs
-        block = innermost(blocks, self.keys)
-        blocks.remove(block)
+        block = innermost(opened, self.keys)
+        opened.remove(block)
         return leave_each(block[1])
 
     # -- helpers

@@ -1,0 +1,127 @@
+"""TLS of the lock's connections to MariaDB: as PyMySQL has it by itself, and one context for all of them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pymysql
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from django.db import connections
+from sqlalchemy import create_engine
+
+from dblock.connections import DjangoPool
+from dblock.core import clock
+from dblock.core.connections.pool import AutocommitPool
+from sqlalchemy_dblock.connections import EnginePool
+from tests.settings import MYSQLCLIENT
+from tests.support.servers import MariaDB, running
+
+pytestmark = [
+    pytest.mark.direct,
+    pytest.mark.skipif(MYSQLCLIENT or pymysql.VERSION < (1, 2), reason="reads no certificates by itself"),
+]
+
+
+class Encrypting(MariaDB):
+    """A server that offers TLS, or does not."""
+
+    offers = False
+
+    def prepare(self) -> None:
+        super().prepare()
+        key, now = ec.generate_private_key(ec.SECP256R1()), dt.datetime.now(dt.UTC)
+        name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "127.0.0.1")])
+        made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        made = made.serial_number(1).not_valid_before(now).not_valid_after(now + dt.timedelta(days=1))
+        signed = made.sign(key, hashes.SHA256())
+        plain = serialization.NoEncryption()
+        form = serialization.PrivateFormat.TraditionalOpenSSL
+        (self.directory / "cert").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+        (self.directory / "key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, plain))
+
+    def command(self) -> list[str]:
+        where = [f"--ssl-cert={self.directory}/cert", f"--ssl-key={self.directory}/key"]
+        return [*super().command(), *(where if self.offers else ["--skip-ssl"])]
+
+    def offer(self, *, tls: bool) -> None:
+        """Start it anew."""
+        self.stop()
+        self.offers = tls
+        self.start()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Encrypting]:
+    with running(Encrypting) as server:
+        server.create_database("locks")
+        yield server
+
+
+Make = Callable[..., AutocommitPool]
+
+
+@pytest.fixture(params=["django", "sqlalchemy"])
+def make(request: pytest.FixtureRequest, server: Encrypting) -> Iterator[Make]:
+    """Makes the pool of a face; the arguments are options of the driver."""
+    ended: list[Callable[[], object]] = []
+
+    def engine_pool(**options: Any) -> AutocommitPool:
+        engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{server.port}/locks", connect_args=options)
+        ended.append(engine.dispose)
+        return EnginePool(engine)
+
+    def django_pool(**options: Any) -> AutocommitPool:
+        known = {**connections.settings["mariadb"], "HOST": "127.0.0.1", "PORT": str(server.port), "OPTIONS": options}
+        connections.settings["encrypting"] = {**known, "NAME": "locks", "USER": "root", "PASSWORD": ""}
+        ended.append(lambda: connections.settings.pop("encrypting", None))
+        return DjangoPool("encrypting")
+
+    yield {"django": django_pool, "sqlalchemy": engine_pool}[request.param]
+    for end in ended:
+        _ = end()
+
+
+def encrypted(pool: AutocommitPool) -> bool:
+    """Whether a new connection of the lock is encrypted, as the server says."""
+    pool.close_all()
+    connection = pool.take(clock.now() + 20, critical=False)
+    with connection.raw.cursor() as cursor:
+        cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
+        [[_, cipher]] = cursor.fetchall()
+    pool.give(connection)
+    return bool(cipher)
+
+
+def test_one_context_does_for_all_connections(make: Make, server: Encrypting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the server begins to offer TLS, and ceases to."""
+    made, new = list[ssl.SSLContext](), ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **given: made.append(new(**given)) or made[-1])
+    server.offer(tls=False)
+    pool = make()
+    assert [encrypted(pool) for _ in range(4)] == [False] * 4
+    assert len(made) == 1
+    server.offer(tls=True)
+    with pytest.raises(Exception, match="offers TLS since a moment ago"):
+        _ = encrypted(pool)
+    assert [encrypted(pool) for _ in range(4)] == [True] * 4
+    assert len(made) == 2
+    server.offer(tls=False)
+    with pytest.raises(Exception, match="SSL is required but the server"):
+        _ = encrypted(pool)
+    assert [encrypted(pool) for _ in range(4)] == [False] * 4
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("options", [{"ssl_disabled": True}, {"ssl": {"check_hostname": False}}], ids=str)
+def test_what_the_application_says_is_left_alone(make: Make, server: Encrypting, options: dict[str, Any]) -> None:
+    server.offer(tls=True)
+    pool = make(**options)
+    assert [encrypted(pool) for _ in range(2)] == ["ssl" in options] * 2
+    pool = make()
+    assert encrypted(pool)
