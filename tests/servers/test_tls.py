@@ -101,7 +101,12 @@ def encrypted(pool: AutocommitPool) -> bool:
 def test_one_context_does_for_all_connections(make: Make, server: Encrypting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the server begins to offer TLS, and ceases to."""
     made, new = list[ssl.SSLContext](), ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda **given: made.append(new(**given)) or made[-1])
+
+    def counted(**given: Any) -> ssl.SSLContext:
+        made.append(new(**given))
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
     server.offer(tls=False)
     pool = make()
     assert [encrypted(pool) for _ in range(4)] == [False] * 4
