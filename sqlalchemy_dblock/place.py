@@ -18,6 +18,7 @@ from dblock.core.lock.locks import SyncLock, refuse_interrupt, refuses
 from dblock.core.lock.place import Place
 from dblock.core.options import Given
 from dblock.core.protocol.steps import Execute, Rows
+from sqlalchemy_dblock import transactions
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store
 
@@ -55,7 +56,7 @@ class EnginePlace(Place):
         # A weak reference: an application that drops a session during its transaction ends that, and the renewal.
         self._given_session: Callable[[], Any] | None = None
         if session is not None:
-            given = _transactions().valid_session(session, asynchronous=engine.dialect.is_async)
+            given = transactions.valid_session(session, asynchronous=engine.dialect.is_async)
             self._given_session = weakref.ref(getattr(given, "sync_session", given))
 
     def __getstate__(self) -> object:
@@ -79,13 +80,12 @@ class EnginePlace(Place):
         session = self._given_session and self._given_session()
         if session is None and hold.transactions and hold.store.database.dialect.single_writer:
             session = hold.transactions[0]()  # a session that guards it: no other one can write before it has ended
-        return session is not None and lock.options.release == "auto" and _transactions().keep_until_end(hold, session)
+        return session is not None and lock.options.release == "auto" and transactions.keep_until_end(hold, session)
 
     def pin(self, hold: Hold, given: Any, step: Execute) -> Rows:
         """Run it in the transaction of a session or connection, by default of `session=`."""
         given = self._given_session and self._given_session() if given is None else given
-        transactions = _transactions()
-        rows: Rows = transactions.pin(self.store(), self._engine, transactions.connection_of(given), step)
+        rows = transactions.pin(self.store(), self._engine, transactions.connection_of(given), step)
         if hasattr(given, "get_bind"):  # a session, not a connection
             hold.transactions = (weakref.ref(given.registry() if hasattr(given, "registry") else given),)
         return rows
@@ -111,13 +111,6 @@ def sync_engine(engine: Engine | AsyncEngine) -> Engine:
     return inner
 
 
-def _transactions() -> Any:
-    """The module, imported only where a session is used."""
-    from sqlalchemy_dblock import transactions  # noqa: PLC0415
-
-    return transactions
-
-
 _NO_ATOMIC = "atomic() is of Django's locks: with SQLAlchemy it is `{} lock.begin(given):`, and given is {}"
 
 
@@ -141,7 +134,7 @@ class Begins:
         Raises InvalidRequestError for a session whose transaction is open already, or a body that commits
         by itself.
         """
-        from sqlalchemy_dblock.guarded import Begun  # noqa: PLC0415 - only where it is used
+        from sqlalchemy_dblock.guarded import Begun  # noqa: PLC0415 - loaded with the engine's store
 
         return Begun(self, given)
 

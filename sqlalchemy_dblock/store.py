@@ -80,7 +80,9 @@ class EngineStore(BaseStore):
         name, tables = engine.dialect.name, options.tables
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
-        from dblock.drivers.tried import refuse_untried  # noqa: PLC0415 - once for each engine
+        # With the first lock of an engine: when begin() is called, the code on the disk may have been replaced.
+        from dblock.drivers.tried import refuse_untried  # noqa: PLC0415
+        from sqlalchemy_dblock import guarded  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport]
 
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async

@@ -21,6 +21,7 @@ from dblock.core.lock.leaving import finish
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.drivers.literals import inlined
 from sqlalchemy_dblock.store import EngineStore
 
 _Kept = tuple[Hold, "weakref.ref[Any]"]
@@ -148,8 +149,6 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
         )
     try:
         if connection.dialect.name in {"mysql", "mariadb"}:  # the session's character set and SQL mode are the caller's
-            from dblock.drivers.literals import inlined  # noqa: PLC0415 - see there
-
             rows = connection.exec_driver_sql(inlined(step)).all()
         else:
             rows = connection.execute(text(step.statement.sql), step.parameters).all()

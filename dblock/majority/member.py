@@ -155,8 +155,8 @@ class Member:
         if holder is not None and holder.state == "held":
             return No(f"held by {holder}", holder.masked())
         closed = yield from quarantined(self.lock, refused)
-        if holder is None and not closed:
-            return No("others were faster")
+        if holder is None and not closed and (yield from self.look(self.database.timing.single_try)) is not None:
+            return No("others were faster")  # else the key has no row yet: it has been nobody's
         pinned = "nobody holds it, but somebody's transaction guards it or has locked its row"
         raise StoreBusy(closed or pinned, key=self.lock.key)
 

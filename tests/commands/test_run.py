@@ -189,6 +189,18 @@ def test_what_is_ignored_stays_so(one: Shell) -> None:
     assert (ended.returncode, ended.stdout) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize(
+    "how", ["pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])", "signal(signal.SIGCHLD, signal.SIG_IGN)"]
+)
+def test_it_hears_of_the_end_whatever_becomes_of_sigchld(one: Shell, how: str) -> None:
+    """A parent may have blocked or ignored it, which exec(2) passes on."""
+    apart = [sys.executable, "-c", f"import os, signal, sys; signal.{how}; os.execvp(sys.argv[1], sys.argv[1:])"]
+    process = one.start("run", "k", "--", "sh", "-c", "exit 7", through=apart)
+    _, err = process.communicate(timeout=40)
+    assert (process.returncode, err) == (7, "")
+    assert free(one)
+
+
 def test_the_command_can_show_what_it_runs_under(one: Shell) -> None:
     """A sequencer for each key, which is no secret; and nothing with which one could hold the lock."""
     script = f"""

@@ -18,6 +18,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
+from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
@@ -37,7 +38,7 @@ from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
-from tests.conftest import ready, run
+from tests.conftest import observer, ready, run
 from tests.contract.test_secrets import without
 from tests.support.lab import close_django, renew, together, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
@@ -336,6 +337,26 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place, actor: Actor) -> 
         with stranger("sqlite"), stranger("postgresql"):
             assert actor.call(place.lock(), "acquire", timeout=0.1) is False, "others have most of them"
     assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("has_row", [True, False])
+def test_a_majority_that_somebodys_transaction_has_locked(place: Place, actor: Actor, has_row: bool) -> None:
+    """Nobody holds the key there, so it is no LockTimeout, which would have the caller see to the holder."""
+    if has_row:
+        actor.call(place.lock(), "acquire")
+        actor.call(place.lock(), "release")
+    with observer("postgresql").connect() as one, observer("mariadb").connect() as two:
+        one.execute(text("LOCK TABLE locks IN SHARE MODE"))
+        two.execute(text("SELECT * FROM locks WHERE lock_key >= 'k' FOR UPDATE"))
+        for timeout in (0, 0.3):
+            with pytest.raises(QuorumUnavailable, match="can be asked") as few:
+                actor.call(place.lock(), "acquire", timeout=timeout)
+            locked = [answer.startswith("nobody holds it, but") for answer in few.value.answers.values()]
+            assert locked == [False, True, True]
+        one.rollback()
+        two.rollback()
+    assert actor.call(place.lock(), "acquire", timeout=5)
+    actor.call(place.lock(), "release")
 
 
 @each_face

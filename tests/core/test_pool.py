@@ -5,6 +5,7 @@ How many there are, and who gets the next, is in `tests.core.test_pool_worlds`.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 from dblock.core import clock, timing
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.connections.pool import AutocommitPool
+from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import StoreUnreachable
 from tests.conftest import timed
 from tests.support.lab import until
@@ -67,6 +68,20 @@ def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
     assert until(lambda: pool._idle)
     pool.take(soon(5), critical=False)  # and nobody refers to it
     pool.give(pool.take(soon(5), critical=False))
+
+
+def test_openings_that_hang_are_not_joined_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many callers come, and whatever they give up: a few for takes, and as many more for renewals."""
+    pool, opened = Pool(most=100), list[PooledConnection]()
+    monkeypatch.setattr(pool, "in_background", lambda _, connection: opened.append(connection))  # it never ends
+    for critical, most in ((False, HANGING), (True, 2 * HANGING), (False, 2 * HANGING)):
+        for _ in range(HANGING + 2):
+            with pytest.raises(StoreUnreachable, match="in time"):
+                pool.take(soon(), critical=critical)
+            for each in opened:
+                assert each.opening_for is not None
+                each.opening_for.asked = -math.inf  # for long
+        assert len(opened) == most
 
 
 def test_each_event_loop_has_its_own() -> None:

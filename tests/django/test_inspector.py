@@ -616,6 +616,14 @@ def test_a_loss_that_was_noticed_late() -> None:
     assert told(happened)[0]["length"] == "held 8.0 s, noticed 4.0 s later"
 
 
+def test_events_have_the_names_that_commands_give_them() -> None:
+    """Whoever searches a log for what the admin shows finds it."""
+    nobody = Identity("h", 1, "", "", "")
+    kinds = ("acquired", "gave_up", "released", "lost", "at_risk", "forced", "reaped", "omitted")
+    shown = told([EventInfo("k", kind, 7, 1.0, 0.0, "", "", nobody) for kind in kinds])
+    assert [each["what"] for each in shown] == [kind.replace("_", " ") for kind in kinds]
+
+
 def test_a_loss_that_was_noticed_before_the_next_one_began() -> None:
     """It is no longer for that."""
     nobody = Identity("h", 1, "", "", "")

@@ -268,19 +268,22 @@ def test_a_standby_that_is_started_without_its_signal(closed: bool) -> None:
             engine.dispose()
 
 
-@pytest.mark.parametrize("how", ["tries", "waits"])
+@pytest.mark.parametrize("how", ["tries", "waits", "writes"])
 @pytest.mark.parametrize("database", ["postgresql", INNODB[-1]])
 def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest, database: str, how: str) -> None:
-    """By a flow that finds one held, or has waited for one since before; not when the lease of a dead holder ends."""
+    """By a flow that finds one held, or has waited for it since before; not when the lease of a dead holder ends."""
     ready(request, database)
     engines = [create_engine(url(database)) for _ in "ab"]
     held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
+    if how == "writes":
+        held, other = db_rwlock(engines[0], "k", ttl=60).read(), db_rwlock(engines[1], "k", ttl=60).write()
     held.acquire()
     read = other._place.store().database.epoch
     with ThreadPoolExecutor(1) as pool:
-        if how == "waits":
+        if how != "tries":
             waiting = pool.submit(other.acquire, timeout=30)
-            assert until(lambda: run(database, "SELECT 1 FROM lock_waiters") and read.asked > 0)
+            waits = "locks WHERE awaiting_fence = fence" if how == "writes" else "lock_waiters"
+            assert until(lambda: run(database, f"SELECT 1 FROM {waits}") and read.asked > 0)
         run(
             database,
             "UPDATE lock_epoch SET server = 'another one', history = history + 1"
@@ -297,7 +300,7 @@ def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest,
         finally:
             run(database, "UPDATE lock_epoch SET opens_at = since, floor = 0")
         held.release()
-        if how == "waits":
+        if how != "tries":
             assert waiting.result()
             pool.submit(other.release).result()
     for engine in engines:

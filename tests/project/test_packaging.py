@@ -147,10 +147,14 @@ print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 
 
 def test_nothing_more_can_be_loaded(tmp_path: Path) -> None:
-    """The code on the disk is gone, or no descriptor is left: a held lock is renewed, waits and errors are the same."""
+    """The code on the disk is gone, or no descriptor is left: a held lock is renewed, waits and errors are the same.
+
+    So are sessions and guarded transactions of which the process sees its first then.
+    """
     code = f"""
 import contextlib, logging, sys, threading, time
 from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 from sqlalchemy_dblock import LockError, db_lock, db_rwlock, metadata
 engine = create_engine("sqlite:///{tmp_path}/locks.sqlite3")
 metadata.create_all(engine)
@@ -172,6 +176,12 @@ def elsewhere(use):
     thread = threading.Thread(target=other, args=(use,))
     thread.start()
     thread.join()
+with Session(engine) as session, db_lock(engine, "kept", session=session), session.begin():
+    pass
+with db_lock(engine, "pinned") as pinned, engine.begin() as connection:
+    pinned.guard(connection)
+with db_lock(engine, "k").begin(engine):
+    pass
 with db_lock(engine, "k", ttl=0.6) as lock:
     elsewhere(lambda: db_lock(engine, "k", timeout=1.5).__enter__())
     elsewhere(lambda: db_rwlock(engine, "k", timeout=0).read().__enter__())
