@@ -34,7 +34,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock.celery.task import _interrupting
 from dblock.core import runtime
-from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot
+from dblock.core.errors import LockLost, LockTimeout, StaleSnapshot, StoreLocked
 from dblock.core.holding.flow import Hold
 from dblock.core.lock import bookkeeping, guarded
 from dblock.core.lock.locks import SAYS_NOTHING
@@ -43,7 +43,7 @@ from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
 from dblock.operating import administration
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, run
+from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, run, timed
 from tests.contract.test_guard import STRICT, Rival, end_lease, notes, of_kind, rival
 from tests.support.lab import hold_of, until
 from tests.support.strikes import CancelledAt
@@ -554,14 +554,21 @@ def test_the_lock_is_entered_again(database: str, client: Callable[..., Client],
 @pytest.mark.parametrize("kind", ["sessionmaker"])
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_the_lock_is_entered_again_beside_its_own_writer(
-    database: str, client: Callable[..., Client], rival: Rival, kind: str
+    database: str, client: Callable[..., Client], rival: Rival, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock's connection cannot write the count then, which nothing depends on."""
+    """The lock's connection cannot write the count then, which nothing depends on.
+
+    What has to write is refused, a second block too, and the one that is open goes on.
+    """
+    timed(monkeypatch, retry_budget=0.3)
     holder = client(kind)
     with holder.guarded(holder.lock(ttl=30)) as given:
         write(given)
         with holder.lock(ttl=30) as inner:
             assert inner.count == 2
+        for refused in (holder.lock(ttl=60), holder.guarded(holder.lock(ttl=30))):
+            with pytest.raises(StoreLocked, match="your own perhaps"), refused:
+                pytest.fail("unreachable")
         assert inner.count == 1
         assert not rival.gets_in()
     assert notes(database) == 1
@@ -574,8 +581,12 @@ def test_inside_an_open_transaction(database: str, client: Callable[..., Client]
     holder = client("django", "READ COMMITTED" if database in SERVERS else None)
     lock = holder.lock(ttl=30)
     with transaction.atomic(holder.alias):
+        with pytest.raises(ZeroDivisionError), lock.atomic():
+            raise ZeroDivisionError
+        assert lock.locked()
         with lock.atomic():
             write(Django(holder.alias))
+        assert lock.locked()
         assert not rival.gets_in()
         assert notes(database) == 0
         with pytest.raises(RuntimeError, match="durable"), holder.lock("other").atomic(durable=True):
@@ -614,7 +625,7 @@ def test_the_blocks_of_a_testcase_do_not_count(database: str, client: Callable[.
                 with holder.lock().atomic(durable=True) as lock:
                     write(Django(holder.alias))
                     assert lock.verify()
-                assert lock.count == 0
+                assert not lock.locked()
                 [(found,)] = Django(holder.alias).execute("SELECT count(*) FROM guarded")
                 assert found == number
             with pytest.raises(ZeroDivisionError), holder.lock().atomic():
@@ -729,8 +740,9 @@ def test_what_is_refused_on_djangos_face(database: str, client: Callable[..., Cl
     connection: Any = connections[holder.alias]
     connection.set_autocommit(False)
     try:
-        with pytest.raises(TransactionManagementError, match="guard\\(\\) in a transaction of your own"), lock.atomic():
-            pytest.fail("unreachable")
+        for around in (contextlib.nullcontext(), transaction.atomic(holder.alias)):  # neither commits
+            with around, pytest.raises(TransactionManagementError, match="of your own"), lock.atomic():
+                pytest.fail("unreachable")
     finally:
         connection.rollback()
         connection.set_autocommit(True)
@@ -765,7 +777,9 @@ def test_what_is_refused_on_sqlalchemys_face(
 ) -> None:
     holder = client(kind)
     lock = holder.lock(ttl=30)
-    for wrong in (None, 5, Session, "k", create_engine if holder.asynchronous else create_async_engine):
+    other = create_engine("sqlite://") if holder.asynchronous else create_async_engine("sqlite+aiosqlite://")
+    theirs = [GIVEN[name](other) for name in GIVEN if ("async" in name) is not holder.asynchronous]
+    for wrong in (None, 5, Session, "k", create_engine, *theirs):
         with pytest.raises(TypeError, match="sessionmaker or (Async)?Session"):
             lock.begin(wrong)
     enter = inside if holder.asynchronous else ainside
@@ -877,6 +891,35 @@ def test_one_object_in_several_threads(database: str, client: Callable[..., Clie
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(4)))
     assert sorted(run(database, "SELECT n FROM guarded")) == [(n,) for n in range(1, 21)]
+    assert block._withs == []
+
+
+@pytest.mark.parametrize("kind", ["django", "sessionmaker"])
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_one_object_is_open_in_two_threads(database: str, client: Callable[..., Client], kind: str) -> None:
+    """As one of readers may be: each stack ends the block of its own thread, whichever ends first."""
+    holder = client(kind)
+    lock = FAMILY["reader"](holder.subject.api)
+    block = holder.guarded(lock)
+
+    def enter(stack: contextlib.ExitStack) -> str:
+        given = stack.enter_context(block)
+        write(Django(holder.alias) if holder.django else given)
+        return str(lock.owner)
+
+    def leave(stack: contextlib.ExitStack) -> str:
+        owner = str(lock.owner)
+        stack.close()
+        if holder.django:
+            connections.close_all()
+        return owner
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        threads = [(each, contextlib.ExitStack()) for each in (first, second)]
+        owners = [thread.submit(enter, stack).result() for thread, stack in threads]
+        for number, (thread, stack) in enumerate(threads):
+            assert thread.submit(leave, stack).result() == owners[number]
+            assert notes(database) == number + 1
     assert block._withs == []
 
 

@@ -139,6 +139,13 @@ def test_sqlite_joins_the_callers_transaction(database: str, alias: str) -> None
     with pytest.raises(LockLost):
         lock.release()
     with transaction.atomic(alias):
+        point = transaction.savepoint(alias)
+        lock.acquire()
+        transaction.savepoint_rollback(point, alias)  # by hand
+        assert lock.state == "lost"
+        with pytest.raises(LockLost):
+            lock.release()
+    with transaction.atomic(alias):
         with db_lock("outer", using=alias) as outer:
             with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
                 lock.acquire()
