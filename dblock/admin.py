@@ -94,15 +94,15 @@ class SecondsSince(_Seconds):
 _LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
 _WAITING = _LIVING & ~Q(lock_key__contains=SHARE) & (Q(kind=int(KeyKind.SEMAPHORE)) | Q(awaiting_fence=F("fence")))
 """The owner is the next to enter, and waits until readers or holders of permits have left."""
-_IN_HANDOVER = _LIVING & Q(count=0) & ~_WAITING
+_DETACHED = _LIVING & Q(count=0) & ~_WAITING
 """A token was made for it, and not used yet."""
 _AT_RISK = Q(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"))
 """A lease that has been renewed before, and not for half of its ttl."""
 STATES: dict[str, tuple[Any, Q]] = {
-    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK & ~_WAITING & ~_IN_HANDOVER),
-    "in_handover": (pgettext_lazy("lock", "in hand-over"), _IN_HANDOVER),
+    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK & ~_WAITING & ~_DETACHED),
+    "detached": (pgettext_lazy("lock", "detached"), _DETACHED),
     "waiting": (pgettext_lazy("lock", "waiting"), _WAITING),
-    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK & ~_WAITING & ~_IN_HANDOVER),
+    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK & ~_WAITING & ~_DETACHED),
     "pinned": (pgettext_lazy("lock", "pinned"), Q()),
     "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
     "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
@@ -113,7 +113,7 @@ STATES: dict[str, tuple[Any, Q]] = {
 keeps everybody from taking it; `shared`: free, but readers hold it or permits are in use. No column says these two."""
 _NOBODYS = {"shared", "free", "closed", "waiting"}
 """The states of keys whose rows name no holder: nobody, the last one, or the next to enter."""
-_CALM = ("held", "in_handover", "waiting", "closed", "free")
+_CALM = ("held", "detached", "waiting", "closed", "free")
 """The states in which nothing is wrong, and their order in the list; all others come before them."""
 TROUBLE_FIRST = Case(
     *(When(STATES[name][1], then=Value(number)) for number, name in enumerate(_CALM, start=1)), default=Value(0)
@@ -125,7 +125,7 @@ MANY = 10_000
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Held, in hand-over, waiting, at risk, expired, closed or free at this moment."""
+    """Held, detached, waiting, at risk, expired, closed or free at this moment."""
 
     title = _("state")
     parameter_name = "state"
@@ -416,7 +416,7 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
-        if _state(row) == "in_handover":
+        if _state(row) == "detached":
             return gettext("detached %s ago") % span(row.ttl + _ago(row, row.expires_at))
         held = min(_clock(row), row.expires_at) - row.acquired_at
         return "–" if _state(row) in _NOBODYS else span(held.total_seconds())

@@ -192,7 +192,7 @@ class LockInfo:
         return bool(shared) and self.state == "held" and SHARE not in self.key
 
     @property
-    def handed_over(self) -> float | None:
+    def detached(self) -> float | None:
         """Seconds since the tenure was left to the bearer of a token that was not used yet; None if it has a holder."""
         waits_for_bearer = self.state == "held" and bool(self.owner) and not self.count
         return max(self.ttl - self.remaining, 0.0) if waits_for_bearer else None
@@ -214,8 +214,8 @@ class LockInfo:
         if self.waits:
             others = "permits are free" if self.kind == KeyKind.SEMAPHORE else "the readers have left"
             return f"{who}, who is the next, and has been waiting for {self.age:.1f} s until {others}"
-        if self.handed_over is not None:
-            return f"{who}, who detached it {self.handed_over:.1f} s ago; its token is good for {self.remaining:.1f} s"
+        if self.detached is not None:
+            return f"{who}, who detached it {self.detached:.1f} s ago; its token is good for {self.remaining:.1f} s"
         renewed = "" if self.renewed is None else f", renewed {self.renewed:.1f} s ago"
         end = f"free {self.remaining:.1f} s from now at the earliest if its holder has died"
         return f"{who}, for {self.age:.1f} s{renewed}; {end}"

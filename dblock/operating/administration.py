@@ -52,14 +52,14 @@ class Surveyed(NamedTuple):
     def state(self) -> str:
         """The row's state; `pinned` if only a transaction keeps the key closed; `closed` until `min_hold` is over.
 
-        `in hand-over` from `detach()` until its token is used; `waiting` if its owner is the next to enter, and waits
+        `detached` from `detach()` until its token is used; `waiting` if its owner is the next to enter, and waits
         until readers or holders of permits have left; `shared` if it has no owner, but readers or permits in use.
         """
         if self.info.waits:
             return "waiting"
         if self.info.state == "held":
-            in_handover = self.info.handed_over is not None
-            return "in hand-over" if in_handover else "held" if self.info.owner else "closed"
+            detached = self.info.detached is not None
+            return "detached" if detached else "held" if self.info.owner else "closed"
         if self.info.state == "free" and self.shares:
             return "shared"
         return "pinned" if self.pinned else self.info.state

@@ -442,11 +442,11 @@ def test_a_token_that_nobody_has_used(one: Shell) -> None:
     _ = lock.detach()
     shown = one("show", "k").stdout
     assert re.search(rf"^detached by: .* pid {os.getpid()}", shown, re.MULTILINE)
-    assert re.search(r"^state: +in hand-over: nobody holds it until its token is used$", shown, re.MULTILINE)
+    assert re.search(r"^state: +detached: nobody holds it until its token is used$", shown, re.MULTILINE)
     assert re.search(r"^since: +detached \S+ ms|^since: +detached \S+ s ago", shown, re.MULTILINE)
-    assert re.search(r"^k +in hand-over +detached ", one("ls").stdout, re.MULTILINE)
+    assert re.search(r"^k +detached +detached ", one("ls").stdout, re.MULTILINE)
     [told] = json.loads(one("ls", "--json").stdout)
-    assert (told["state"], 0 <= told["handed_over_for"] < 20) == ("in hand-over", True)
+    assert (told["state"], 0 <= told["detached_for"] < 20) == ("detached", True)
     assert one("release", "--yes", "k").returncode == 0
 
 

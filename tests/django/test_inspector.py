@@ -664,18 +664,18 @@ def test_a_search_finds_what_was_typed(site: Site, word: str) -> None:
 
 
 @of_pages
-def test_what_is_in_hand_over(site: Site) -> None:
+def test_what_is_detached(site: Site) -> None:
     """It says so, and since when; it is held again when its token is used."""
     client, lock = site.user("view_lock"), site.lock("k", ttl=60)
     lock.acquire()
     token = lock.detach()
-    listed = page(client, LIST, state="in_handover")
-    assert 'data-state="in_handover">in hand-over<' in listed
+    listed = page(client, LIST, state="detached")
+    assert 'data-state="detached">detached<' in listed
     assert re.search(r'class="field-held_for[^"]*"[^>]*>detached [0-9.]+ (ms|s) ago<', listed)
     assert "0 locks" in page(client, LIST, state="held")
     taken = db_lock.attach(token, using=site.alias)
     assert 'data-state="held"' in page(client, LIST, state="held")
-    assert "0 locks" in page(client, LIST, state="in_handover")
+    assert "0 locks" in page(client, LIST, state="detached")
     taken.release()
 
 

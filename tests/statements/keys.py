@@ -317,7 +317,7 @@ RELEASE: Final = (
     _freed("those who may wait are told of, from the first one not served", keys=[held(last_ticket=15)], reply=[(11,)]),
     _freed("whatever its count", keys=[held(count=2)], reply=[(0,)]),
     _release(
-        "a tenure in hand-over is ended, too",
+        "a detached tenure is ended, too",
         keys=[held(count=0)],
         reply=[(0,)],
         after={"k": {"owner": None, "expires_at": NOW}},

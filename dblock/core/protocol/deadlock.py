@@ -7,7 +7,7 @@ key that this holder waits for. Flows are identified by owner tokens, which begi
 in the rows is only a *suspicion*, as rows may be out of date. The place of a wait that is over stays until it expires
 if it could not be deleted; a take that was never answered may leave a tenure that its flow does not have, and a release
 that never arrived a tenure that its flow no longer has. A decision by such rows alone would raise LockDeadlock in a
-flow that is not blocked. (A tenure in hand-over leads to nobody: its owner is the secret of a token.)
+flow that is not blocked. (A detached tenure leads to nobody: its owner is the secret of a token.)
 
 So each flow of the circle confirms its own part: it writes the digest of the circle into its own place (`confirm`)
 while it waits there, sees the same circle, and *has* the tenure that the circle says it holds. The youngest flow gives

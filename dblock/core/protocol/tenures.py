@@ -14,7 +14,7 @@ part of a longer transaction (but see `joined` below):
 
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
     held --extend, renew, set_count--> held                   the same tenure
-    held by a flow --detach--> in hand-over --attach--> held by a flow                   the same tenure
+    held by a flow --detach--> detached --attach--> held by a flow                       the same tenure
     held --release--> free                                                                after its `min_hold`
     held, expired --free--> free                                                          from outside: `administration`
     held --time--> expired
@@ -46,7 +46,7 @@ One bearer: the owner names who holds the tenure, and a tenure changes hands by 
 which of two it is:
 
     count >= 1    a flow holds it, and has entered so often
-    count = 0     it is in hand-over: the owner is the secret of a token, and no flow holds it
+    count = 0     it is detached: the owner is the secret of a token, and no flow holds it
 
 `detach` makes a secret, and then puts it in the place of the owner; `attach` puts a new owner token of its flow in the
 place of the secret. Both name the owner that they replace, the fence and a live lease. So one attach uses the token,

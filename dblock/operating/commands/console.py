@@ -120,7 +120,7 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,
-        "handed_over_for": None if info.handed_over is None else round(info.handed_over, 6),
+        "detached_for": None if info.detached is None else round(info.detached, 6),
         "held_for": round(info.age + min(info.remaining, 0.0), 6) if info.owner and not info.waits else None,
         "remaining": None if info.owner is None else round(info.remaining, 6),
         "waiters": row.waiters,
@@ -183,7 +183,7 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
     if row.state == "closed":
         return (info.key, row.state, "-", left, waiting, "-", "-")
     held_for = span(info.age + min(info.remaining, 0.0))
-    held_for = held_for if info.handed_over is None else f"detached {span(info.handed_over)} ago"
+    held_for = held_for if info.detached is None else f"detached {span(info.detached)} ago"
     return (info.key, row.state, held_for, left, waiting, str(info.identity), info.label or "-")
 
 

@@ -39,7 +39,7 @@ _MORE = {
     "pinned": ": nobody can take the key until a transaction ends, whatever the lease says",
     "shared": ": readers hold it, or permits are in use; each has a row of its own, below",
     "closed": ": it was released, and its min_hold is not over",
-    "in hand-over": ": nobody holds it until its token is used",
+    "detached": ": nobody holds it until its token is used",
 }
 """What is said of a state."""
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
@@ -151,7 +151,7 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     who, since = {
         "waiting": ("next", "waiting for"),
         "closed": ("last held by", "held for"),
-        "in hand-over": ("detached by", "since"),
+        "detached": ("detached by", "since"),
     }.get(surveyed.state, ("holder", "held for"))
     left, whole = row[3], info.age + info.remaining
     if surveyed.state == "expired":
