@@ -380,7 +380,6 @@ def test_the_schedule_of_the_reaper(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.workers
 def test_the_errors_of_redis(tmp_path: Path) -> None:
     """Each line of the table is so on both sides."""
     table = text("docs/coming-from.md").partition("## Errors of redis-py")[2].partition("\n## ")[0]

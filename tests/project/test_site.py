@@ -428,7 +428,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.workers
 def test_recipes_with_redis(tmp_path: Path) -> None:
     """RQ, whose worker forks for each job; and arq, if it is installed: it needs an older client of Redis."""
     (tmp_path / "shop_jobs.py").write_text(SQLALCHEMY + block(PAGE["recipe-rq"], "recipe-rq"))
