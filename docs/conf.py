@@ -125,7 +125,7 @@ class FunctionWithOptions(SphinxDirective):
                 continue
             if kind is parameter.VAR_KEYWORD:
                 told += [] if keyword_only else ["*"]
-                told += self._options(call.__globals__["Options"])
+                told += self._options(call.__globals__[_unpacked(parameter)])
                 continue
             told += ["*"] if kind is parameter.KEYWORD_ONLY and not keyword_only else []
             keyword_only |= kind in {parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL}
@@ -148,6 +148,11 @@ class FunctionWithOptions(SphinxDirective):
 def _has_options(call: Any) -> bool:
     parameters = inspect.signature(call).parameters.values()
     return any("Unpack" in str(each.annotation) for each in parameters) and _key_is_given(call)
+
+
+def _unpacked(options: inspect.Parameter) -> str:
+    """`LeaderOptions`, of `**options: Unpack[LeaderOptions]`."""
+    return str(options.annotation).partition("Unpack[")[2].rstrip("]")
 
 
 def _key_is_given(call: Any) -> bool:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def begin() -> Race | None:
     """Start a race. One runs at a time: if one runs already, that one, or None if it is only just about to begin.
 
-    The lock is taken here and handed over to the thread that lets the race run.
+    The lock is taken here and passed on to the thread that lets the race run.
     """
     lock = db_lock("race", timeout=0, label="fifty rivals")
     if not lock.acquire():

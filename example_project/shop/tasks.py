@@ -57,6 +57,6 @@ def count_all(pause: float = 0.0) -> int:
 
 @shared_task
 def take_stock(token: str) -> int:
-    """Count all that is on the shelves, under the lock that the caller took and handed over."""
+    """Count all that is on the shelves, under the lock that the caller took and passed on."""
     with db_lock.attach(token):
         return sum(Item.objects.values_list("stock", flat=True))

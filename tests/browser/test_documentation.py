@@ -14,7 +14,8 @@ from tests.support.subjects import LONG
 
 BUILT = ROOT / ".build/docs/html"
 PAGES = [
-    *("index", "start", "choosing", "pictures", "clusters", "celery", "monitoring", "runbook", "run", "benchmarks"),
+    *("index", "start", "choosing", "pictures", "clusters", "celery", "monitoring", "runbook", "run", "kubernetes"),
+    *("benchmarks", "coming-from", "operating"),
     *("reference", "api/dblock", "api/celery", "zh/start"),
 ]
 """One of each kind: cards, examples, tables, drawings, plots, signatures, Chinese text."""

@@ -374,6 +374,27 @@ def test_the_commands_of_the_docs() -> None:
     assert set(verbs) == {"ls", "show", "quarantine", "release", "top", "doctor", "run"}
 
 
+def test_what_the_runbook_shows(one: Shell) -> None:
+    """Is what the commands print: the same lines, names and columns."""
+
+    def shape(printed: str) -> list[str]:
+        lines = re.sub(r"^(.+?: +).+$", r"\1", printed, flags=re.MULTILINE).splitlines()
+        return [line if line[-1:] in {" ", ""} else " ".join(re.findall(r"[A-Z]{2,}|#", line)) for line in lines]
+
+    holder, waiter = one.lock("stock:42", ttl=3, label="nightly"), one.lock("stock:42", timeout=20, label="checkout")
+    with ThreadPoolExecutor(1) as other:
+        with holder:
+            waiting = other.submit(waiter.acquire)
+            assert until(lambda: '"waiters": 1' in one("ls", "--json").stdout, 10)
+            assert until(lambda: "\nrenewed: " in one("show", "stock:42").stdout, 10)
+            shown, listed = one("show", "stock:42").stdout, one("ls").stdout
+        assert waiting.result(20) is True
+        other.submit(waiter.release).result(20)
+    assert shape(listed) == shape(block("docs/runbook.md", "runbook-ls"))
+    told = shape(block("docs/runbook.md", "runbook-show"))
+    assert shape(shown)[: len(told)] == told
+
+
 # -- how things are said
 
 

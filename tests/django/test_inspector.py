@@ -672,7 +672,7 @@ def test_a_search_finds_what_was_typed(site: Site, word: str) -> None:
 
 
 @of_pages
-def test_what_is_in_hand_over(site: Site) -> None:
+def test_what_is_detached(site: Site) -> None:
     """It says so, and since when; it is held again when its token is used."""
     client, lock = site.user("view_lock"), site.lock("k", ttl=60)
     lock.acquire()

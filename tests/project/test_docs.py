@@ -9,9 +9,13 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
+from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
@@ -21,6 +25,7 @@ from dblock.core.validation import valid_tables
 from tests import conftest
 from tests.support.lab import FEW
 from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
+from tests.support.servers import Redis, free_port, running
 from tests.support.subjects import Actor, Subject
 
 DJANGO = """
@@ -178,10 +183,11 @@ other.resign()
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
 RUN = [(page, name) for page, name in RUN if name != "django" or page not in SHORT]
-SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"}  # in test_recipes
+SERVED = {"asgi", "celery-shutdown", "fastapi-dependency", "gunicorn"}  # in test_recipes
 ELSEWHERE = SERVED | {
     "alembic",
     "free",
+    "holder",
     "health",
     "health-django",
     "leader-asyncio",
@@ -364,6 +370,65 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     run(NOTEBOOK.format(cell=block("docs/deployment.md", "notebook")), tmp_path)
 
 
+def test_the_schedule_of_the_reaper(tmp_path: Path) -> None:
+    """Its line adds the task to what the application has."""
+    [line] = re.findall(r"`(app\.conf\.beat_schedule .*?)`", text("docs/celery.md"))
+    known = 'import dblock.celery\nfrom celery import Celery\napp = Celery()\napp.conf.beat_schedule = {"mine": {}}\n'
+    run(
+        known + line.replace("\\|", "|") + '\nassert {*app.conf.beat_schedule} == {"mine", "dblock.reap_expired"}',
+        tmp_path,
+    )
+
+
+def test_the_errors_of_redis(tmp_path: Path) -> None:
+    """Each line of the table is so on both sides."""
+    table = text("docs/coming-from.md").partition("## Errors of redis-py")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*) \| (.*) \|$", table, re.MULTILINE)
+    told = [tuple(set(re.findall(r"`(\w+)`", cell)) for cell in row) for row in rows]
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    gone = create_engine(f"postgresql+psycopg://nobody@127.0.0.1:{free_port()}/none")
+    sqlalchemy_dblock.create_tables(engine)
+
+    def ours(key: str, **options: Any) -> Any:
+        return sqlalchemy_dblock.db_lock(engine, key, ttl=1, renew=False, timeout=0.1, **options)
+
+    def found(theirs: Callable[[], object], ours: Callable[[], object]) -> None:
+        raised = []
+        for call in (theirs, ours):
+            with pytest.raises((redis.RedisError, dblock.LockError)) as caught:
+                call()
+            raised.append({each.__name__ for each in caught.type.__mro__[: 1 if call is theirs else 2]})
+        assert [row for row in told if raised[0] <= row[0] and raised[1] & row[1]], raised
+
+    with running(Redis) as server:
+        client = redis.Redis.from_url(server.url)
+
+        def theirs(key: str, timeout: float | None = 1) -> Any:
+            return client.lock(key, timeout=timeout, blocking_timeout=0.1)
+
+        with theirs("busy"), ours("busy", reentrant=False):
+            found(theirs("busy").__enter__, ours("busy").__enter__)
+        found(theirs("k").release, ours("k").release)
+        found(lambda: theirs("k").extend(1), ours("k").extend)
+        found(theirs("k").reacquire, ours("k").extend)
+        late = [(theirs(key), ours(key)) for key in "abc"]
+        for pair in late:
+            assert [lock.__enter__() for lock in pair]
+        time.sleep(1.1)
+        [a, b, c] = late
+        found(a[0].release, a[1].release)
+        found(lambda: b[0].extend(1), b[1].extend)
+        found(lambda: c[0].__exit__(None, None, None), lambda: c[1].__exit__(None, None, None))
+        without = theirs("d", timeout=None)
+        assert without.acquire()
+        with pytest.raises(redis.exceptions.LockError, match="no timeout"):
+            without.extend(1)
+    found(redis.Redis(port=free_port()).lock("k").acquire, sqlalchemy_dblock.db_lock(gone, "k", timeout=0.1).acquire)
+    assert len(told) == 5
+    for each in (engine, gone):
+        each.dispose()
+
+
 def test_every_example_is_tried() -> None:
     """Here, or elsewhere under its name."""
     known = {
@@ -473,7 +538,12 @@ def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> No
     time.sleep(0.5)
     [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))
     assert pid == os.getpid()
-    subject.run(block("docs/operating.md", "free"))
+    [(_, pid, *_, fence)] = subject.run(block("docs/operating.md", "holder"))
+    assert (pid, fence) == (os.getpid(), holder.get(lock, "fence"))
+    free = block("docs/operating.md", "free")
+    subject.run(free)
+    assert holder.call(lock, "verify") is True, "another tenure's fence"
+    subject.run(re.sub(r"\d{16}", str(fence), free))
     freed = time.monotonic()
     assert waiting.result(20) is True
     assert time.monotonic() - freed < 5

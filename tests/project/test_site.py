@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from sqlalchemy import create_engine
 
 from dblock.cli import parser
 from scripts.pictures import FOLDER, drawings
+from sqlalchemy_dblock import create_tables
 from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
 from tests.support.servers import Redis, running
 
@@ -183,7 +186,9 @@ DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-stampede"]
 ENGINES = ["case-webhook", "case-import"]
 ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
 SHELL = ["start-shell", "run-commands", "runbook-look", "runbook-free", "runbook-evidence"]
-OTHERS = ["case-models", "case-migrations", "contributing", *SHELL]
+OTHERS = ["case-models", "case-migrations", "contributing", "kubernetes-pod", "kubernetes-cron", *SHELL]
+PRINTED = ["runbook-ls", "runbook-show"]
+"""In tests/commands."""
 PAGE = ON_THE_SITE
 
 
@@ -233,19 +238,56 @@ def test_use_cases_on_asyncio(tmp_path: Path) -> None:
     run(ASYNC + each(ASYNC_ENGINES), tmp_path)
 
 
+def in_a_container(command: list[str], directory: Path) -> subprocess.Popen[str]:
+    """The command with a database of its directory, in which programs are found first."""
+    known = {**os.environ, "DBLOCK_URL": f"sqlite:///{directory}/locks.sqlite3"}
+    known["PATH"] = os.pathsep.join([str(directory), str(Path(sys.executable).parent), known["PATH"]])
+    return subprocess.Popen(command, cwd=directory, env=known, stderr=subprocess.PIPE, text=True)
+
+
 def test_migrations_in_turn(tmp_path: Path) -> None:
     """Two at once: one after the other, on a database that is new."""
     alembic = tmp_path / "alembic"
     alembic.write_text("#!/bin/sh\nmkdir busy && echo $1 >>done && sleep 0.2 && rmdir busy\n")
     alembic.chmod(0o755)
-    known = {**os.environ, "DBLOCK_URL": f"sqlite:///{tmp_path}/locks.sqlite3"}
-    known["PATH"] = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), known["PATH"]])
     command = ["sh", "-ec", block(PAGE["case-migrations"], "case-migrations")]
-    both = [subprocess.Popen(command, cwd=tmp_path, env=known, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [in_a_container(command, tmp_path) for _ in range(2)]
     for one in both:
         _, said = one.communicate(timeout=40)
         assert one.returncode == 0, said
     assert (tmp_path / "done").read_text() == "upgrade\n" * 2
+
+
+def test_a_pod(tmp_path: Path) -> None:
+    """Its migrations take turns with another pod's; its server is given less time than the pod; probes agree."""
+    pod = yaml.safe_load(block(PAGE["kubernetes-pod"], "kubernetes-pod"))
+    [migrate], [web] = pod["initContainers"], pod["containers"]
+    alembic = tmp_path / "alembic"
+    alembic.write_text("#!/bin/sh\nmkdir busy && echo $* >>done && sleep 0.2 && rmdir busy\n")
+    alembic.chmod(0o755)
+    both = [in_a_container(migrate["args"], tmp_path) for _ in range(2)]
+    for one in both:
+        _, said = one.communicate(timeout=40)
+        assert one.returncode == 0, said
+    assert (tmp_path / "done").read_text() == "upgrade head\n" * 2
+    _, option, patience, _ = web["args"]
+    assert option == "--graceful-timeout"
+    assert int(patience) < pod["terminationGracePeriodSeconds"]
+    assert web["readinessProbe"]["timeoutSeconds"] > 2, "as long as the health check takes at most, where all is well"
+
+
+def test_a_cron_job(tmp_path: Path) -> None:
+    """The second of two pods does nothing, as the first is at work or has just ended, and succeeds."""
+    job = yaml.safe_load(block(PAGE["kubernetes-cron"], "kubernetes-cron"))
+    [container] = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "nightly.sh").write_text("#!/bin/sh\necho run >>done\n")
+    (tmp_path / "nightly.sh").chmod(0o755)
+    create_tables(engine := create_engine(f"sqlite:///{tmp_path}/locks.sqlite3"))
+    engine.dispose()
+    for one in [in_a_container(container["args"], tmp_path) for _ in range(2)]:
+        _, said = one.communicate(timeout=40)
+        assert one.returncode == 0, said
+    assert (tmp_path / "done").read_text() == "run\n"
 
 
 @pytest.mark.parametrize("name", SHELL)
@@ -386,7 +428,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.workers
 def test_recipes_with_redis(tmp_path: Path) -> None:
     """RQ, whose worker forks for each job; and arq, if it is installed: it needs an older client of Redis."""
     (tmp_path / "shop_jobs.py").write_text(SQLALCHEMY + block(PAGE["recipe-rq"], "recipe-rq"))
@@ -415,8 +456,8 @@ def test_recipe_of_django_tasks(tmp_path: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """By one of the tests above."""
-    tried = {*DJANGOS, *ENGINES, *ASYNC_ENGINES, *OTHERS, *RECIPES, "recipe-rq", "recipe-arq", "recipe-django-tasks"}
-    assert set(PAGE) == tried
+    recipes = {*RECIPES, "recipe-rq", "recipe-arq", "recipe-django-tasks"}
+    assert set(PAGE) == {*DJANGOS, *ENGINES, *ASYNC_ENGINES, *OTHERS, *PRINTED, *recipes}
 
 
 def test_the_drawings_are_those_of_the_script() -> None:

@@ -31,6 +31,6 @@ ON_THE_SITE = {
     name: page
     for page in PAGES
     for name, _ in blocks(page)
-    if name.startswith(("case-", "start-", "recipe-", "runbook-", "run-", "contributing"))
+    if name.startswith(("case-", "start-", "recipe-", "runbook-", "run-", "kubernetes-", "contributing"))
 }
 """The examples of the pages that came with the documentation site, with the page of each."""

@@ -82,7 +82,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     _ = lock._surely_held()
     if len(hold.open_entries()) > 1 or hold.deferred:
         inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
-        why = f"{lock._key!r} cannot be detached while {inside}: the token hands over all of it, to one bearer"
+        why = f"{lock._key!r} cannot be detached while {inside}: the token passes on all of it, to one bearer"
         raise LockError(why, key=lock._key)
     token = _token(hold, secret)
     life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
