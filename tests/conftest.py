@@ -323,6 +323,24 @@ def database(request: pytest.FixtureRequest) -> str:
     return ready(request, request.param)
 
 
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """A SQLite file of the test's own, with the tables."""
+    from sqlalchemy_dblock import create_tables
+
+    made = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    create_tables(made)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Any:
+    """A cell of the matrix that a test names with `indirect`: its database runs, with empty tables."""
+    _ = ready(request, request.param.database)
+    return request.param
+
+
 def ready(request: pytest.FixtureRequest, database: str) -> str:
     """See that `database` runs and that its tables are empty: who died in a queue stands there for seconds."""
     if POOLER and database != "postgresql":

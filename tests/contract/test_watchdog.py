@@ -17,10 +17,9 @@ from tests.support.servers import free_port
 from tests.support.subjects import Subject
 
 
-@pytest.mark.parametrize("database", SERVERS)
-def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_row_locked_by_a_stranger(database: str) -> None:
     """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
-    ready(request, database)
     engine = create_engine(url(database))
     locks = [db_lock(engine, f"k{number}", ttl=3) for number in range(20)]
     for lock in locks:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +76,6 @@ def test_inside_a_transaction(request: pytest.FixtureRequest) -> None:
     with transaction.atomic("postgresql"):
         assert check("postgresql") > 0
         assert run("postgresql", "SELECT owner FROM locks") == [(None,)]
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 def test_probes_of_one_machine_take_turns(engine: Engine) -> None:

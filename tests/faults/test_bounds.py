@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
@@ -132,10 +131,9 @@ def test_a_strangers_lock(subject: Subject, actor: Actor, lock: dict[str, str]) 
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
-def test_why_the_time_was_up(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_why_the_time_was_up(database: str) -> None:
     """LockTimeout says that somebody else's transaction was in the way, and is caused by what the driver said."""
-    ready(request, database)
     engine = create_engine(url(database))
     with db_lock(engine, "k"):
         pass
@@ -420,12 +418,9 @@ def test_a_first_connection_that_nobody_answers(
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS)
-def test_a_session_that_cannot_be_set_up(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str
-) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_session_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """A server that lets us in and then is silent keeps no thread."""
-    ready(request, database)
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), make_url(url(database)).port or 0) as proxy:
         engine = create_engine(make_url(url(database)).set(port=proxy.port))
@@ -447,10 +442,9 @@ def test_a_session_that_cannot_be_set_up(
         engine.dispose()
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_a_server_that_is_careful(database: str) -> None:
     """Modes of the session do not change what the lock's statements mean."""
-    ready(request, database)
     modes = "SET SESSION sql_safe_updates = 1, sql_mode = 'ANSI_QUOTES,NO_BACKSLASH_ESCAPES'"
     engine = create_engine(url(database), connect_args={"init_command": modes})
     with db_lock(engine, 'it\'s "a" key\\', ttl=2, min_hold=0.1) as lock:
@@ -460,17 +454,15 @@ def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str)
     engine.dispose()
 
 
-def test_an_exclusive_writer_on_a_new_connection(tmp_path: Path) -> None:
+def test_an_exclusive_writer_on_a_new_connection(engine: Engine) -> None:
     """A rollback journal, and a process that has not connected yet: a try has its answer in time, and it is False."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
     engine.dispose()
-    with contextlib.closing(sqlite3.connect(tmp_path / "locks.sqlite3", isolation_level=None)) as stranger:
+    with contextlib.closing(sqlite3.connect(str(engine.url.database), isolation_level=None)) as stranger:
         stranger.execute("BEGIN EXCLUSIVE")
         for timeout, most in ((0, TRY), (0.5, 0.5 + EXACT)):
 
             def attempt(timeout: float = timeout) -> bool:
-                fresh = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+                fresh = create_engine(engine.url)
                 got = db_lock(fresh, "k").acquire(timeout=timeout)
                 fresh.dispose()
                 return got is False

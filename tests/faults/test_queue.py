@@ -161,11 +161,10 @@ LEVELS = [
 ]
 
 
-@pytest.mark.parametrize(("database", "level"), LEVELS)
+@pytest.mark.parametrize(("database", "level"), LEVELS, indirect=["database"])
 @pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: str, level: str, timeout: float) -> None:
+def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) -> None:
     """At once, under each isolation level: one wins, then the next; no deadlock or duplicate key reaches anybody."""
-    ready(request, database)
     options: dict[str, Any] = {"pool_size": 100} if database != "sqlite" else {}
     if database == "postgresql":
         options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
@@ -297,10 +296,9 @@ def _time(lock: Any, got: list[float]) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("database", DATABASES)
-def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", DATABASES, indirect=True)
+def test_no_wake_up_is_lost(database: str) -> None:
     """Processes with several threads on two keys, whose waiters poll after an hour only."""
-    ready(request, database)
     with contextlib.ExitStack() as stack:
         crowd = [
             stack.enter_context(Remote(Subject(variant, "sync", database)))

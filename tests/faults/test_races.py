@@ -123,10 +123,9 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
             stranger.release()
 
 
-@pytest.mark.parametrize(("database", "driver"), ASYNC)
-def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest, database: str, driver: str) -> None:
+@pytest.mark.parametrize(("database", "driver"), ASYNC, indirect=["database"])
+def test_an_async_release_against_a_renewal_wins(database: str, driver: str) -> None:
     """The same on an event loop, where the renewals are tasks of it."""
-    ready(request, database)
     subject, chance = Subject("sqlalchemy", "sync", database), random.Random()
     engine = create_async_engine(url(database, driver))
 

@@ -167,7 +167,7 @@ def test_a_connection_is_no_engine() -> None:
     asyncio.run(main())
 
 
-def test_a_decorator_names_its_engine() -> None:
+def test_a_decorator_names_its_engine(engine: Engine) -> None:
     """A bare one cannot know it; with it, the key may be left out."""
 
     def function() -> bool:
@@ -176,8 +176,6 @@ def test_a_decorator_names_its_engine() -> None:
     wrong: Any = db_lock
     with pytest.raises(TypeError, match="comes first"):
         wrong(function)
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    metadata.create_all(engine)
     held = db_lock(engine, f"{__name__}.{function.__qualname__}")
     assert db_lock(engine)(function)() is True
     assert not held.locked()
@@ -188,7 +186,6 @@ def test_a_decorator_names_its_engine() -> None:
         db_lock(engine)(coroutine)
     with pytest.raises(TypeError, match="sync engine"):
         db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
-    engine.dispose()
 
 
 @pytest.mark.filterwarnings("ignore:No driver name specified:sqlalchemy.exc.SAWarning")
@@ -313,12 +310,11 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
 
 
 @pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
-@pytest.mark.parametrize("database", INNODB)
+@pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_event_loops_that_are_gone_leave_no_session(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, driver: str
+    monkeypatch: pytest.MonkeyPatch, database: str, driver: str
 ) -> None:
     """Each session ends when the lock is used in the next loop, not when the collector has found its transport."""
-    ready(request, database)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # drivers complain of lost loops, and are kept for it
     counted = "SELECT id FROM information_schema.processlist WHERE db = DATABASE()"
     before = len(run(database, counted))
@@ -452,11 +448,12 @@ def test_two_engines_of_one_database_are_rivals(database: str) -> None:
 
 @pytest.mark.direct
 @pytest.mark.parametrize(
-    ("database", "discard"), [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")]
+    ("database", "discard"),
+    [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")],
+    indirect=["database"],
 )
-def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest, database: str, discard: str) -> None:
+def test_prepared_statements_survive_a_discard(database: str, discard: str) -> None:
     """Somebody's clean-up on the lock's connection costs one more exchange, nothing else."""
-    ready(request, database)
     engine = create_engine(url(database))
     lock = db_lock(engine, "k")
     for _ in range(5):
@@ -467,18 +464,6 @@ def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest, d
     connection.raw.cursor().execute(discard)
     with lock:
         assert lock.verify()
-    engine.dispose()
-
-
-@pytest.mark.parametrize("init", ["SET sql_mode='NO_BACKSLASH_ESCAPES,ANSI_QUOTES'", "SET NAMES gbk", "DO 0"])
-@pytest.mark.parametrize("database", INNODB, indirect=True)
-def test_values_mean_the_same_in_every_session(database: str, init: str) -> None:
-    """In any character set and SQL mode, what is stored is what was given."""
-    engine = create_engine(url(database), connect_args={"init_command": init})
-    for text_ in ("a'b", "a\\", "\\'; DROP TABLE locks; -- ", "naïve ☂ 🔒", '"q"', "縗\\'", "\n"):
-        with db_lock(engine, f"k{text_}", label=text_):
-            pass
-        assert run(database, "SELECT label FROM locks WHERE lock_key = :key", key=f"k{text_}") == [(text_,)]
     engine.dispose()
 
 

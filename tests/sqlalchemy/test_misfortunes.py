@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,6 @@ from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, run, url
 from tests.support.lab import together, until
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A SQLite file of the test's own."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture
@@ -234,14 +225,12 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
             "SELECT variable_value + 0 FROM information_schema.session_status WHERE variable_name = 'COM_PREPARE_SQL'",
         ),
     ],
+    indirect=["database"],
 )
-def test_behind_a_pooler_nothing_is_prepared(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, count: str
-) -> None:
+def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, database: str, count: str) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     import dblock.drivers.mariadb
 
-    ready(request, database)
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
     monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
