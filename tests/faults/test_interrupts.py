@@ -32,7 +32,8 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
 from tests.conftest import watched_places
 from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
-from tests.support.strikes import RENEWED, TTL, CancelledAt, Interrupted, Stage, Strike, nothing, play
+from tests.support.model import Interrupted
+from tests.support.strikes import RENEWED, TTL, CancelledAt, Stage, Strike, nothing, play
 from tests.support.subjects import MATRIX, Subject
 
 ASYNC = [subject for subject in MATRIX if subject.face == "async"]
