@@ -250,10 +250,11 @@ def sqlite() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _empty_file(request: pytest.FixtureRequest) -> None:
-    """For a test that takes the file as it is."""
-    if "sqlite" in request.fixturenames:
-        _ = ready(request, "sqlite")
+def _empty(request: pytest.FixtureRequest) -> None:
+    """For a test that names a database by its fixture."""
+    for database in DATABASES:
+        if database in request.fixturenames:
+            _ = ready(request, database)
 
 
 @pytest.fixture(scope="session")

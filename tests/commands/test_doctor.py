@@ -184,9 +184,8 @@ def test_a_journal_that_blocks(engine: Engine) -> None:
 
 
 @pytest.mark.direct
-def test_replication_of_postgresql(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
+def test_replication_of_postgresql(postgresql: PostgreSQL) -> None:
     """Synchronous with a standby, and without; synchronous commits switched off; and a standby itself."""
-    ready(request, "postgresql")
     away = {"connect_args": {"options": "-c synchronous_commit=local"}}
     off = {"connect_args": {"options": "-c synchronous_commit=off"}}
     try:
@@ -265,9 +264,8 @@ def test_listening_that_does_not_arrive(request: pytest.FixtureRequest, server: 
 
 @pytest.mark.direct
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
-def test_a_pooler(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
+def test_a_pooler(postgresql: PostgreSQL) -> None:
     """In transaction mode: all is well but that nobody is notified."""
-    ready(request, "postgresql")
     with running(lambda: PgBouncer(postgresql)) as pooler:
         there = make_url(url("postgresql")).set(port=pooler.port)
         [found] = bad(findings(there, connect_args={"prepare_threshold": None}))

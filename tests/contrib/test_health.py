@@ -51,9 +51,8 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
     assert check() > 0
 
 
-def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
+def test_nobody_is_told(sqlite: object) -> None:
     """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
-    ready(request, "sqlite")
     engine, told = create_engine(url("sqlite"), execution_options={"dblock_history": 100}), list[Event]()
     stop = observe(told.append)
     try:
@@ -70,9 +69,8 @@ def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
         engine.dispose()
 
 
-def test_inside_a_transaction(request: pytest.FixtureRequest) -> None:
+def test_inside_a_transaction(postgresql: object) -> None:
     """A view under ATOMIC_REQUESTS keeps the key no longer than any other."""
-    ready(request, "postgresql")
     with transaction.atomic("postgresql"):
         assert check("postgresql") > 0
         assert run("postgresql", "SELECT owner FROM locks") == [(None,)]

@@ -257,12 +257,11 @@ def test_a_server_that_does_not_answer_over_tls() -> None:
 
 
 @pytest.mark.direct
-def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answered(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has not connected yet: a try tells within its time, and threads do not pile up.
 
     Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
     """
-    ready(request, "postgresql")
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
@@ -328,9 +327,8 @@ def opening_ends(where: str) -> None:
         assert ended()
 
 
-def test_the_applications_own_bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_applications_own_bounds(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shorter one is kept, and its own connections have its own, also where SQLAlchemy keeps what it is given."""
-    ready(request, "postgresql")
     given = list[Any]()
     where = make_url(url("postgresql", "psycopg2"))
     for own, ours in ((None, 10), (3, 3), ("4", "4"), (60, 10)):
@@ -351,9 +349,8 @@ def connected(given: list[Any], connect: Callable[..., Any], *arguments: Any, **
 
 @pytest.mark.direct
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> None:
+def test_closing_what_is_silent(postgresql: object, driver: str) -> None:
     """Idle connections whose server is silent: closing them, in order or not, waits for nobody."""
-    ready(request, "postgresql")
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
 
@@ -381,10 +378,9 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
 @pytest.mark.parametrize("ends", ["cancelled", "late", "loop closed"])
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
 def test_a_first_connection_that_nobody_answers(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
+    postgresql: object, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
 ) -> None:
     """Whatever becomes of the flow that waits for it, the engine's locks work soon after the server answers again."""
-    ready(request, "postgresql")
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
@@ -470,9 +466,8 @@ def test_an_exclusive_writer_on_a_new_connection(engine: Engine) -> None:
             assert takes_at_most(most, attempt)
 
 
-def test_asynchronous_code_beside_a_busy_executor(request: pytest.FixtureRequest) -> None:
+def test_asynchronous_code_beside_a_busy_executor(postgresql: object) -> None:
     """The application's jobs fill the loop's own threads: the statements of the lock have theirs."""
-    ready(request, "postgresql")
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -490,9 +485,8 @@ def test_asynchronous_code_beside_a_busy_executor(request: pytest.FixtureRequest
 
 
 @pytest.mark.direct
-def test_a_stuck_take_keeps_no_renewal_and_no_release(request: pytest.FixtureRequest) -> None:
+def test_a_stuck_take_keeps_no_renewal_and_no_release(postgresql: object) -> None:
     """An engine with one connection, which a take keeps busy: what is held is renewed and given back all the same."""
-    ready(request, "postgresql")
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
         engine = create_engine(url("postgresql").replace(f":{port}/", f":{proxy.port}/"), pool_size=1, max_overflow=0)

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import runtime, timing
 from dblock.core.runtime import ProcessServices
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import DATABASES, INNODB, SELDOM, observer, ready, run, timed, url
+from tests.conftest import DATABASES, INNODB, SELDOM, observer, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
@@ -254,11 +254,8 @@ def _tickets(place: str) -> list[int]:
         engine.dispose()
 
 
-def test_a_listener_that_is_killed_again_and_again(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hand-over between processes arrives within the interval at which waiters poll anyway."""
-    ready(request, "postgresql")
     timed(monkeypatch, poll_notified=1.0)
     subject = Subject("sqlalchemy", "sync", "postgresql")
     stop = threading.Event()
@@ -314,10 +311,9 @@ def test_no_wake_up_is_lost(database: str) -> None:
 @pytest.mark.direct
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_thousand_waiters_cost_a_listener_and_a_connection(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str
+    postgresql: object, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming."""
-    ready(request, "postgresql")
     timed(monkeypatch, listen_after=0.0, attention=20.0, linger=20.0)  # nobody passes the first, who tries to take it
     sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%crowd'"
     name = {"application_name": "crowd"}

@@ -76,9 +76,8 @@ def test_a_neighbour_notifies(subject: Subject) -> None:
     hand_overs(subject)
 
 
-def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
+def test_a_stranger_is_not_believed(sqlite: object) -> None:
     """Whatever a process of this machine says to a waiter of whom it does not know the owner token."""
-    ready(request, "sqlite")
     subject = Subject("sqlalchemy", "sync", "sqlite")
     actor, other = Actor(subject), Actor(subject)
     holder = subject.lock("k")
@@ -107,9 +106,8 @@ def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.direct
 @pytest.mark.parametrize("before", ["None", ELSEWHERE])
-def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str) -> None:
+def test_a_neighbour_is_not_notified(postgresql: object, before: str) -> None:
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
-    ready(request, "postgresql")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {runtime.current.sockets().channel}")
         subject = Subject("sqlalchemy", "sync", "postgresql")
@@ -124,9 +122,8 @@ THERE = "dblock_00000000_0123456789abcdef"
 
 
 @pytest.mark.direct
-def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) -> None:
+def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
     """With the heir's own token, so that it may begin at once."""
-    ready(request, "postgresql")
     subject = Subject("sqlalchemy", "sync", "postgresql")
     asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", f"{THERE}.1")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
@@ -144,9 +141,8 @@ def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) 
 
 
 @pytest.mark.direct
-def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_takes_no_place_in_a_pool(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Django's pool may be as small as the number of threads."""
-    ready(request, "postgresql")
     connections["postgresql"].close()  # which came from no pool
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)

@@ -244,9 +244,8 @@ def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None
 
 @pytest.mark.direct
 @pytest.mark.parametrize("pool", [None, NullPool])
-def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool: Any) -> None:
+def test_no_connection_outlives_the_engine(postgresql: object, pool: Any) -> None:
     """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""
-    ready(request, "postgresql")
     name = "disposable"
     options = {"poolclass": pool} if pool else {}
     engine = create_engine(url("postgresql"), connect_args={"application_name": name}, **options)
@@ -292,9 +291,8 @@ def test_what_ends_after_the_disposal_keeps_no_connection(database: str) -> None
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) -> None:
+def test_event_loops_come_and_go(postgresql: object, driver: str) -> None:
     """An engine that serves one loop after the other does not mix up their connections."""
-    ready(request, "postgresql")
     # asyncpg cannot close a connection whose loop is closed; with a pool, dispose() must come first, as for any engine.
     options = {"poolclass": NullPool} if driver == "asyncpg" else {}
     engine = create_async_engine(url("postgresql", driver), **options)
@@ -468,9 +466,8 @@ def test_prepared_statements_survive_a_discard(database: str, discard: str) -> N
 
 
 @pytest.mark.direct
-def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest) -> None:
+def test_a_prepared_statement_that_fits_no_more(postgresql: object) -> None:
     """Somebody has changed the table meanwhile: another session is opened."""
-    ready(request, "postgresql")
     engine = create_engine(url("postgresql"))
     lock = db_lock(engine, "k", timeout=2)
     for _ in range(2):
@@ -487,9 +484,8 @@ def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest) 
 
 
 @pytest.mark.direct
-def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
+def test_a_changed_column_under_asyncpg(postgresql: object) -> None:
     """A plan that is out of date is an error of asyncpg itself; the next session makes a new one."""
-    ready(request, "postgresql")
 
     async def main() -> None:
         engine = create_async_engine(url("postgresql", "asyncpg"))
@@ -508,9 +504,8 @@ def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
     asyncio.run(main())
 
 
-def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None:
+def test_no_room_for_prepared_statements(mariadb: object) -> None:
     """A MariaDB server whose max_prepared_stmt_count is used up still locks."""
-    ready(request, "mariadb")
     engine = create_engine(url("mariadb"))
     run("mariadb", "SET GLOBAL max_prepared_stmt_count = 0")
     try:
@@ -525,9 +520,8 @@ def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest.FixtureRequest, driver: str) -> None:
+def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(postgresql: object, driver: str) -> None:
     """A thousand tasks that want locks at once, all of them the same one or each another, and all get theirs."""
-    ready(request, "postgresql")
     name = {"application_name": "small pool"}
     options = {"server_settings": name} if driver == "asyncpg" else name
     engine = create_async_engine(url("postgresql", driver), pool_size=3, max_overflow=2, connect_args=options)

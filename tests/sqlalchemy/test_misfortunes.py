@@ -25,7 +25,7 @@ from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 from tests.support.lab import together, until
 
 
@@ -203,10 +203,9 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
 
 @pytest.mark.direct
 def test_a_character_set_that_lacks_the_key_behind_a_pooler(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    postgresql: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There nothing can be set for a session: a typed error without the statement, whose parameters are secret."""
-    ready(request, "postgresql")
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
     engine = create_engine(url("postgresql"), connect_args={"client_encoding": "latin1"})
     with pytest.raises(LockStoreError, match="character set") as caught:
@@ -248,9 +247,8 @@ def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, da
 
 
 @pytest.mark.direct
-def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) -> None:
+def test_the_sessions_own_durability_comes_back(postgresql: object) -> None:
     """What a statement chooses for itself ends with it."""
-    ready(request, "postgresql")
     for setting in ("off", "on", "remote_write"):
         engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
         with db_lock(engine, "k"):
