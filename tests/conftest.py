@@ -250,10 +250,11 @@ def sqlite() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _empty_file(request: pytest.FixtureRequest) -> None:
-    """For a test that takes the file as it is."""
-    if "sqlite" in request.fixturenames:
-        _ = ready(request, "sqlite")
+def _empty(request: pytest.FixtureRequest) -> None:
+    """For a test that names a database by its fixture."""
+    for database in DATABASES:
+        if database in request.fixturenames:
+            _ = ready(request, database)
 
 
 @pytest.fixture(scope="session")
@@ -321,6 +322,24 @@ def _innodb(make: Callable[[], MariaDB], name: str) -> Iterator[MariaDB]:
 def database(request: pytest.FixtureRequest) -> str:
     """Each database in turn, running and with an empty table."""
     return ready(request, request.param)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """A SQLite file of the test's own, with the tables."""
+    from sqlalchemy_dblock import create_tables
+
+    made = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    create_tables(made)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Any:
+    """A cell of the matrix that a test names with `indirect`: its database runs, with empty tables."""
+    _ = ready(request, request.param.database)
+    return request.param
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 from kombu import Connection
 
 from tests.celery.conftest import PLAIN, ROOT, beats_site, django, wait_until
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 from tests.support.servers import Redis
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
@@ -105,9 +105,8 @@ def gaps(sent: dict[str, list[float]]) -> list[float]:
     return [b - a for times in sent.values() for a, b in itertools.pairwise(times)]
 
 
-def test_after_a_stop_the_next_one_sends_at_once(request: pytest.FixtureRequest, make: Callable[..., Beats]) -> None:
+def test_after_a_stop_the_next_one_sends_at_once(postgresql: object, make: Callable[..., Beats]) -> None:
     """Nothing twice, nothing left out; its ttl does not matter."""
-    ready(request, "postgresql")
     beats = make(BEATS_DATABASE=url("postgresql"), BEATS_TTL="30")
     for _ in range(2):
         beats.start()
@@ -123,10 +122,9 @@ def test_after_a_stop_the_next_one_sends_at_once(request: pytest.FixtureRequest,
 
 
 def test_after_a_kill_or_a_freeze_another_one_sends(
-    request: pytest.FixtureRequest, make: Callable[..., Beats], redis: Redis
+    postgresql: object, make: Callable[..., Beats], redis: Redis
 ) -> None:
     """Within a ttl; who was frozen knows when it wakes up, and stands by."""
-    ready(request, "postgresql")
     beats = make(BEATS_DATABASE=url("postgresql"))
     for _ in range(2):
         beats.start()

@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 
 from dblock import db_lock
 from tests.celery.conftest import beats_site, django, python
-from tests.conftest import ALIASES, ready, run
+from tests.conftest import ALIASES, run
 
 
 @pytest.fixture
@@ -23,9 +23,8 @@ def app() -> Iterator[celery.Celery]:
     app.close()
 
 
-def test_it_counts_by_database_and_table(app: celery.Celery, request: pytest.FixtureRequest, database: str) -> None:
+def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: object, database: str) -> None:
     """Rows of locks, and of those who waited and died."""
-    _ = ready(request, "sqlite")
     from dblock.tasks import reap_expired
 
     alias = ALIASES[database]

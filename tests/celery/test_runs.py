@@ -38,7 +38,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 
 NUMBERS = itertools.count()
 
@@ -1081,11 +1081,8 @@ def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("how", ["restarted", "promoted"])
 @pytest.mark.parametrize("scope", ["queue", "both"])
-def test_a_message_that_finds_another_server(
-    request: pytest.FixtureRequest, tmp_path: Path, how: str, scope: str
-) -> None:
+def test_a_message_that_finds_another_server(postgresql: object, tmp_path: Path, how: str, scope: str) -> None:
     """After a restart its worker finds the server; while keys are closed it goes back with the lock that it carries."""
-    ready(request, "postgresql")
     engine = create_engine(url("postgresql"))
     site, lost = Site(tmp_path, engine), list[Any]()
 

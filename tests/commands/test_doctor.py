@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -22,7 +22,7 @@ from dblock.core.errors import LockStoreError
 from dblock.operating.commands import checkup
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
-from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
 from tests.conftest import DATABASES, INNODB, POOLER, SERVERS, observer, ready, run, timed, url
@@ -164,10 +164,9 @@ def test_a_probe_that_gets_no_lock(sqlite: Path) -> None:
     assert "timeout=" not in found[0].text, "which is for a program"
 
 
-@pytest.mark.parametrize("database", DATABASES)
-def test_clocks_that_differ(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str) -> None:
+@pytest.mark.parametrize("database", DATABASES, indirect=True)
+def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """By so much."""
-    ready(request, database)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 3900)
     [found] = findings(database, "clock")["clock"]
@@ -175,23 +174,18 @@ def test_clocks_that_differ(request: pytest.FixtureRequest, monkeypatch: pytest.
     assert "1 h" in found.text
 
 
-def test_a_journal_that_blocks(tmp_path: Path) -> None:
+def test_a_journal_that_blocks(engine: Engine) -> None:
     """SQLite's; and with the hint's statement it is well."""
-    file = make_url(f"sqlite:///{tmp_path}/locks.sqlite3")
-    engine = create_engine(file)
-    metadata.create_all(engine)
-    [journal] = findings(file)["journal_mode"]
+    [journal] = findings(engine.url)["journal_mode"]
     assert journal.level is Level.WARNING
     with engine.connect() as connection:
         connection.execute(text(journal.hint.partition(",")[0]))
-    engine.dispose()
-    assert [each.level for each in findings(file)["journal_mode"]] == [Level.OK]
+    assert [each.level for each in findings(engine.url)["journal_mode"]] == [Level.OK]
 
 
 @pytest.mark.direct
-def test_replication_of_postgresql(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
+def test_replication_of_postgresql(postgresql: PostgreSQL) -> None:
     """Synchronous with a standby, and without; synchronous commits switched off; and a standby itself."""
-    ready(request, "postgresql")
     away = {"connect_args": {"options": "-c synchronous_commit=local"}}
     off = {"connect_args": {"options": "-c synchronous_commit=off"}}
     try:
@@ -242,10 +236,9 @@ def test_a_server_that_takes_no_writes(lowly: Callable[..., URL], database: str)
     assert bad(findings(user)) == []
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_a_collation_that_folds_keys(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_a_collation_that_folds_keys(database: str) -> None:
     """Two keys would be one."""
-    ready(request, database)
     [(before,)] = run(
         database,
         "SELECT collation_name FROM information_schema.columns WHERE table_schema = DATABASE()"
@@ -271,9 +264,8 @@ def test_listening_that_does_not_arrive(request: pytest.FixtureRequest, server: 
 
 @pytest.mark.direct
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
-def test_a_pooler(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
+def test_a_pooler(postgresql: PostgreSQL) -> None:
     """In transaction mode: all is well but that nobody is notified."""
-    ready(request, "postgresql")
     with running(lambda: PgBouncer(postgresql)) as pooler:
         there = make_url(url("postgresql")).set(port=pooler.port)
         [found] = bad(findings(there, connect_args={"prepare_threshold": None}))
@@ -336,10 +328,9 @@ def test_what_cannot_be_looked_at_is_told(database: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS)
-def test_how_many_sessions_there_are(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_how_many_sessions_there_are(database: str) -> None:
     """By what they are for; where the server keeps no names of them, nothing is said."""
-    ready(request, database)
     shown = database == "postgresql" or run(database, "SELECT @@performance_schema") == [(1,)]
     found = findings(database, "sessions")
     assert list(found) == ["sessions"] * shown

@@ -119,9 +119,8 @@ def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
         pass
 
 
-def test_sqlite_has_none(request: pytest.FixtureRequest) -> None:
+def test_sqlite_has_none(sqlite: object) -> None:
     """Keys cannot be closed there: the command fails, and says what to do before a backup is restored."""
-    ready(request, "sqlite")
     shell = Shell("sqlalchemy", "sqlite")
     for change in ([], ["--end", "--yes"]):
         shown = shell("quarantine", *change)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import DATABASES, ready, url
+from tests.conftest import DATABASES, url
 from tests.support.subjects import PRODUCT
 
 pytest.importorskip("test.lock_tests")
@@ -53,13 +53,12 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("database", DATABASES if PRODUCT else ["postgresql"])
-def test_they_pass(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", DATABASES if PRODUCT else ["postgresql"], indirect=True)
+def test_they_pass(database: str) -> None:
     """10 of 12 of bounded semaphores: not that of the `repr`, nor of a block in a block of the same object.
 
     Of the writer's lock and of several all that apply.
     """
-    ready(request, database)
     done = subprocess.run(
         [sys.executable, "-c", CODE, url(database)], capture_output=True, text=True, check=False, timeout=110
     )

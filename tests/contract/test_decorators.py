@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +11,9 @@ from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
 from django.utils.decorators import method_decorator
 from django.views import View
-from sqlalchemy import Engine, StaticPool, create_engine, text
+from sqlalchemy import Engine, text
 
-from sqlalchemy_dblock import InvalidKey, db_lock, metadata
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    """A database in memory."""
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
+from sqlalchemy_dblock import InvalidKey, db_lock
 
 
 @pytest.fixture

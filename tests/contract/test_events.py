@@ -20,6 +20,7 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers
 from tests.conftest import ALIASES
 from tests.support.lab import fail, keeper_rests, renew, until
+from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
 
@@ -207,10 +208,6 @@ def test_a_callback_that_fails(
     assert either.row("k")["owner"] is None
 
 
-class Interrupt(BaseException):
-    """As Ctrl-C."""
-
-
 def test_an_interrupt_while_others_are_told(either: Subject, actor: Actor) -> None:
     """Who acquired has nothing; who left has left; and both are told once."""
     told: list[Event] = []
@@ -218,13 +215,13 @@ def test_an_interrupt_while_others_are_told(either: Subject, actor: Actor) -> No
     def interrupt(event: Event) -> None:
         told.append(event)
         if event.kind is kind:
-            raise Interrupt
+            raise Interrupted
 
     for kind in (Kind.ACQUIRED, Kind.RELEASED):  # noqa: B007 - for the callback
         told.clear()
         lock = either.lock("k")
         stop = observe(interrupt, Kind.ACQUIRED, Kind.RELEASED, Kind.GAVE_UP)
-        with pytest.raises(Interrupt), contextlib.ExitStack() as stack:
+        with pytest.raises(Interrupted), contextlib.ExitStack() as stack:
             stack.callback(stop)
             actor.call(lock, "acquire")
             actor.call(lock, "release")

@@ -46,6 +46,7 @@ from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, run, timed
 from tests.contract.test_guard import STRICT, Rival, end_lease, notes, of_kind, rival
 from tests.support.lab import hold_of, until
+from tests.support.model import Interrupted
 from tests.support.strikes import CancelledAt
 from tests.support.subjects import FAMILY, PRODUCT, Actor, Subject, _loop
 
@@ -946,10 +947,6 @@ def test_one_object_in_several_tasks(database: str, client: Callable[..., Client
 
 
 # -- interrupts
-
-
-class Interrupted(BaseException):
-    """As Celery's soft time limit, or Ctrl-C."""
 
 
 @contextlib.contextmanager

@@ -226,9 +226,8 @@ def test_it_keeps_no_lock_from_working(
 
 
 @pytest.mark.usefixtures("soon")
-def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_begun(sqlite: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread to be had that once: it is written later, as is what comes then."""
-    ready(request, "sqlite")
     with kept(Subject("sqlalchemy", "sync", "sqlite"), 1000) as own:
         start, refused = threading.Thread.start, list[str]()
 
@@ -248,9 +247,8 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_an_event_loop_that_ends_at_once(request: pytest.FixtureRequest, driver: str) -> None:
+def test_an_event_loop_that_ends_at_once(postgresql: object, driver: str) -> None:
     """A script with `asyncio.run`, three times: nothing is lost, and no driver complains."""
-    ready(request, "postgresql")
     with kept(Subject("sqlalchemy", "async", "postgresql", driver), 1000) as own:
         body = """
 import asyncio
@@ -296,9 +294,8 @@ def test_what_is_no_number_of_events() -> None:
             store_for(create_engine("sqlite://", execution_options={"dblock_history": most}))
 
 
-def test_where_no_history_is_kept_nothing_is_noted(request: pytest.FixtureRequest) -> None:
+def test_where_no_history_is_kept_nothing_is_noted(sqlite: object) -> None:
     """Nor is anything loaded for it, nor in a database in memory, where nobody else could read it."""
-    ready(request, "sqlite")
     with db_lock(observer("sqlite"), "k"):
         assert not observers
         assert runtime.current.watchdog.histories is None

@@ -12,7 +12,7 @@ from django.conf import settings
 from dblock.core.protocol.drive import drive
 from dblock.operating import administration
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, ready, run, url
+from tests.conftest import observer, run, url
 from tests.support.hung import hung
 from tests.support.lab import ROOT
 
@@ -80,9 +80,8 @@ if os.fork():
         "sqlalchemy in a forked child",
     ],
 )
-def test_a_process_that_only_locks(request: pytest.FixtureRequest, face: str, between: str, body: str) -> None:
+def test_a_process_that_only_locks(postgresql: object, face: str, between: str, body: str) -> None:
     """It imports `db_lock` and nothing of `dblock.operating`."""
-    ready(request, "postgresql")
     run("postgresql", "DELETE FROM lock_events")
     address = url("postgresql", "asyncpg" if face == ASYNC_SQLALCHEMY else "")
     begin = face.format(default=settings.DATABASES["postgresql"], url=address)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import threading
 import time
@@ -33,7 +32,7 @@ from dblock.core.lock.bookkeeping import forget
 from tests.conftest import timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import fail, remaining, renewed, until
+from tests.support.lab import fail, in_child, remaining, renewed, until
 from tests.support.subjects import Actor, Subject
 
 KEY = "k"
@@ -280,19 +279,16 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     """Nor does it resign for its parent."""
     leader = candidate()
     assert actor.call(leader, "campaign")
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            if not leader.is_leader and leader.term is None:
-                for refused in (leader.check, leader.guard):
-                    with pytest.raises(LockLost):
-                        refused()
-                leader.resign()
-                status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def child() -> tuple[bool, int | None]:
+        for refused in (leader.check, leader.guard):
+            with pytest.raises(LockLost):
+                refused()
+        led = leader.is_leader, leader.term
+        leader.resign()
+        return led
+
+    assert in_child(child) == (False, None)
     assert leader.is_leader
     assert subject.row(KEY)["owner"]
 

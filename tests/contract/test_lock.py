@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.lock import entering
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB
@@ -152,13 +152,6 @@ def test_a_lease_that_ends_is_free_for_the_next(protocol: Subject, actor: Actor,
     other.call(yours, "release")
 
 
-def test_leaving_a_block_after_the_lease_says_so(either: Subject, actor: Actor) -> None:
-    """Even if nobody else took the key: the work went on unprotected."""
-    with pytest.raises(LockLost, match="ttl"):
-        actor.within(either.lock("k", ttl=0.1, renew=False), lambda: time.sleep(0.2))
-    assert actor.call(either.lock("k"), "locked") is False
-
-
 def test_an_error_in_the_block_survives(face: Subject, actor: Actor) -> None:
     """And the lock is released."""
 
@@ -257,16 +250,6 @@ def test_any_text_is_a_key(protocol: Subject, actor: Actor) -> None:
         actor.call(lock, "acquire")
         assert protocol.row(key)["owner"] == actor.get(lock, "owner")
         actor.call(lock, "release")
-
-
-def test_bad_keys_are_refused_before_any_io(either: Subject) -> None:
-    """InvalidKey, a ValueError, from db_lock itself."""
-    key: Any
-    for key in ("", "x" * 256, "a\0b", "\ud800", None, 7, b"k", ["k"]):
-        with pytest.raises(InvalidKey) as caught:
-            either.lock(key)
-        assert isinstance(caught.value, ValueError)
-    assert either.run("SELECT count(*) FROM locks") == [(0,)]
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -466,14 +449,6 @@ def test_a_plain_counter_counts(either: Subject, actors: Callable[[int], list[Ac
     for done in [actor.start(work) for actor in crowd]:
         done.result(60)
     assert counter == [20]
-
-
-def test_errors_share_one_root(either: Subject, actor: Actor) -> None:
-    """`except LockError` catches everything that the lock raises on purpose, and pickling keeps the facts."""
-    with pytest.raises(LockError) as caught:
-        actor.call(either.lock("k"), "release")
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert (type(copy), str(copy), copy.key) == (LockNotHeld, str(caught.value), "k")
 
 
 def test_what_is_held_stays_where_it_is(face: Subject, actor: Actor) -> None:

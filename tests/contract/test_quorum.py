@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import os
 import re
 import signal
 import threading
@@ -40,7 +39,7 @@ from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import observer, ready, run
 from tests.contract.test_secrets import without
-from tests.support.lab import close_django, renew, together, until
+from tests.support.lab import close_django, in_child, renew, together, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -534,21 +533,16 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(place: Place, actor: Actor
         pytest.skip("event loops are not forked")
     lock = place.lock()
 
-    def body() -> int:
-        if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            lock.check()
-            assert holders() == list(THREE)
-            return os.waitstatus_to_exitcode(status)
-        code = 1
-        try:
+    def child() -> None:
+        with pytest.raises(LockNotHeld):
             lock.__exit__(None, None, None)
-        except LockNotHeld:
-            code = 7
-        finally:
-            os._exit(code)
 
-    assert actor.within(lock, body) == 7
+    def body() -> None:
+        in_child(child)
+        lock.check()
+        assert holders() == list(THREE)
+
+    actor.within(lock, body)
     assert until(lambda: not holders(), 3)
 
 

@@ -27,7 +27,7 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
-from tests.conftest import ALIASES, INNODB, ready
+from tests.conftest import ALIASES, INNODB
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
@@ -446,10 +446,9 @@ def test_a_wait_for_readers_is_logged(either: Subject, actors: Actors, caplog: p
     assert re.search(rf"has been waiting 0\.\d s {told}", line)
 
 
-@pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", ["postgresql", *INNODB], indirect=True)
+def test_a_reader_that_its_transaction_keeps(database: str) -> None:
     """It refuses a writer, and says what keeps it; with release="now" it is no longer there."""
-    ready(request, database)
     subject = Subject("django", "sync", database)
     with transaction.atomic(using=ALIASES[database]):
         with rwlock(subject).read():

@@ -10,17 +10,16 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
-from tests.conftest import SERVERS, observer, ready, url
+from tests.conftest import SERVERS, observer, url
 from tests.support.lab import renewed, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 from tests.support.subjects import Subject
 
 
-@pytest.mark.parametrize("database", SERVERS)
-def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_row_locked_by_a_stranger(database: str) -> None:
     """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
-    ready(request, database)
     engine = create_engine(url(database))
     locks = [db_lock(engine, f"k{number}", ttl=3) for number in range(20)]
     for lock in locks:
@@ -37,9 +36,8 @@ def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: st
     engine.dispose()
 
 
-def test_a_database_that_does_not_answer_delays_no_exit(request: pytest.FixtureRequest) -> None:
+def test_a_database_that_does_not_answer_delays_no_exit(postgresql: object) -> None:
     """A process that ends while its packets are swallowed ends all the same."""
-    ready(request, "postgresql")
     wire = free_port()
     with Proxy(wire, int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         place = url("postgresql").replace(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"], str(wire))

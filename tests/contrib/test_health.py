@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
     assert check() > 0
 
 
-def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
+def test_nobody_is_told(sqlite: object) -> None:
     """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
-    ready(request, "sqlite")
     engine, told = create_engine(url("sqlite"), execution_options={"dblock_history": 100}), list[Event]()
     stop = observe(told.append)
     try:
@@ -71,20 +69,11 @@ def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
         engine.dispose()
 
 
-def test_inside_a_transaction(request: pytest.FixtureRequest) -> None:
+def test_inside_a_transaction(postgresql: object) -> None:
     """A view under ATOMIC_REQUESTS keeps the key no longer than any other."""
-    ready(request, "postgresql")
     with transaction.atomic("postgresql"):
         assert check("postgresql") > 0
         assert run("postgresql", "SELECT owner FROM locks") == [(None,)]
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 def test_probes_of_one_machine_take_turns(engine: Engine) -> None:

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from dblock import LockLost
 from dblock.contrib import opentelemetry, prometheus
@@ -34,21 +34,13 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
-from sqlalchemy_dblock import db_lock, metadata, reap
+from sqlalchemy_dblock import db_lock, reap
 from tests.support.lab import FACES, until
 from tests.support.pages import block, text
 from tests.support.subjects import Actor, Subject
 
 MONITORING = Path(prometheus.__file__).parent / "monitoring"
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture
@@ -255,10 +247,9 @@ def test_several_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_counts_none_of_its_parents_locks(tmp_path: Path) -> None:
+def test_a_forked_child_counts_none_of_its_parents_locks(engine: Engine) -> None:
     """It holds nothing, and releases nothing."""
-    registry, engine = CollectorRegistry(), create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
+    registry = CollectorRegistry()
     end = prometheus.instrument(registry=registry)
 
     def held() -> float | None:
@@ -271,7 +262,6 @@ def test_a_forked_child_counts_none_of_its_parents_locks(tmp_path: Path) -> None
         assert os.waitpid(child, 0) == (child, 0)
         assert held() == 1
     end()
-    engine.dispose()
 
 
 # -- OpenTelemetry

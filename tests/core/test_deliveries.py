@@ -19,6 +19,7 @@ import pytest
 from dblock.core import deliveries as module
 from dblock.core.deliveries import Deliveries, deliveries
 from dblock.core.log import log, warn
+from tests.support.lab import in_child
 
 REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
 
@@ -175,12 +176,13 @@ def test_a_forked_child_says_nothing_of_its_parents() -> None:
     deliveries.put(lambda: begun.set() or go.wait(20))  # type: ignore[func-returns-value]
     deliveries.put(lambda: said.append(os.getpid()))
     assert begun.wait(20)
-    child = os.fork()
-    if not child:
-        pending = deliveries.pending
+
+    def child() -> tuple[bool, bool, list[int]]:
+        pending = bool(deliveries.pending)
         deliveries.put(lambda: said.append(1))
-        os._exit(0 if not pending and deliveries.flush(20) and said == [1] else 1)
-    assert os.waitpid(child, 0) == (child, 0)
+        return pending, deliveries.flush(20), said
+
+    assert in_child(child) == (False, True, [1])
     go.set()
     assert deliveries.flush(20)
     assert said == [os.getpid()]

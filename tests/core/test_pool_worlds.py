@@ -39,7 +39,7 @@ POLLED = {"interrupt", "lost", "cut", "block", "freeze", "hangs", "close_loop"}
 LARGE = {"a renewal", "two of one", "two of two", "two of three", "three of one", "three of two"}
 """Those in which a fault is tried in `make faults` only, and the largest one altogether."""
 CASES = [
-    (name, fault)
+    pytest.param(name, fault, marks=[pytest.mark.slow] * (fault == "interrupt"))
     for name in WORLDS
     for fault in (None, *FAULTS)
     if LONG or not (name == "three of two" or (fault and name in LARGE))

@@ -135,9 +135,8 @@ def test_the_routers_are_asked_once(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.direct
-def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(request: pytest.FixtureRequest) -> None:
+def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(postgresql: object) -> None:
     """Two views in transactions have all there is in Django's own pool: they lock, renew and release all the same."""
-    ready(request, "postgresql")
     settings = {**connections.settings["postgresql"], "CONN_MAX_AGE": 0}
     settings["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 2, "timeout": 5}}
     connections.settings["pooled"] = settings
@@ -287,9 +286,8 @@ def apart(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.direct
-def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
+def test_a_test_database_can_be_dropped(postgresql: object) -> None:
     """And a test runner that has turned an alias to another database finds the lock there."""
-    ready(request, "postgresql")
     connection = connections["postgresql"]
     with db_lock("k", using="postgresql"):
         pass

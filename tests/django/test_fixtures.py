@@ -13,7 +13,7 @@ from django.db import connections
 
 from dblock import db_lock
 from dblock.models import Lock, Waiter
-from tests.conftest import ALIASES, ready, run
+from tests.conftest import ALIASES, run
 
 FORMATS = ("json", "jsonl", "xml")
 ROWS = ("SELECT * FROM locks ORDER BY lock_key", "SELECT * FROM lock_waiters ORDER BY owner")
@@ -84,9 +84,8 @@ def test_nor_does_one_that_has_tokens(database: str, tmp_path: Path) -> None:
     assert not lock.locked()
 
 
-def test_a_flush_forgets_locks(request: pytest.FixtureRequest) -> None:
+def test_a_flush_forgets_locks(sqlite: object) -> None:
     """What a TransactionTestCase with serialized_rollback puts back is everything but locks."""
-    ready(request, "sqlite")
     connection = connections["default"]
     with db_lock("held", using="default"):
         kept = connection.creation.serialize_db_to_string()

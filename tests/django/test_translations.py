@@ -26,7 +26,7 @@ from dblock.core.errors import Reason
 from dblock.core.observing.events import How
 from dblock.operating.wording import said, span
 from tests.browser.site import LIST, PERMISSIONS, session, world
-from tests.conftest import ready, run
+from tests.conftest import run
 
 SOURCES = Path(__file__).parents[2] / "dblock"
 CATALOGUES = ("de", "zh_Hans")
@@ -193,9 +193,8 @@ def strangers() -> list[str]:
     return sorted(texts, key=len, reverse=True)
 
 
-def test_no_page_speaks_english(request: pytest.FixtureRequest) -> None:
+def test_no_page_speaks_english(sqlite: object) -> None:
     """A user whose browser asks for German or Chinese sees no English but what strangers have written."""
-    ready(request, "sqlite")
     middleware = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
     with override_settings(MIDDLEWARE=middleware, ALLOWED_HOSTS=["*"], TIME_ZONE="UTC"):
         english = [(Texts(page).found, strangers()) for _, page in pages("en")]

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
@@ -132,10 +131,9 @@ def test_a_strangers_lock(subject: Subject, actor: Actor, lock: dict[str, str]) 
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
-def test_why_the_time_was_up(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_why_the_time_was_up(database: str) -> None:
     """LockTimeout says that somebody else's transaction was in the way, and is caused by what the driver said."""
-    ready(request, database)
     engine = create_engine(url(database))
     with db_lock(engine, "k"):
         pass
@@ -259,12 +257,11 @@ def test_a_server_that_does_not_answer_over_tls() -> None:
 
 
 @pytest.mark.direct
-def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answered(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has not connected yet: a try tells within its time, and threads do not pile up.
 
     Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
     """
-    ready(request, "postgresql")
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
@@ -330,9 +327,8 @@ def opening_ends(where: str) -> None:
         assert ended()
 
 
-def test_the_applications_own_bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_applications_own_bounds(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shorter one is kept, and its own connections have its own, also where SQLAlchemy keeps what it is given."""
-    ready(request, "postgresql")
     given = list[Any]()
     where = make_url(url("postgresql", "psycopg2"))
     for own, ours in ((None, 10), (3, 3), ("4", "4"), (60, 10)):
@@ -353,9 +349,8 @@ def connected(given: list[Any], connect: Callable[..., Any], *arguments: Any, **
 
 @pytest.mark.direct
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> None:
+def test_closing_what_is_silent(postgresql: object, driver: str) -> None:
     """Idle connections whose server is silent: closing them, in order or not, waits for nobody."""
-    ready(request, "postgresql")
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
 
@@ -383,10 +378,9 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
 @pytest.mark.parametrize("ends", ["cancelled", "late", "loop closed"])
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
 def test_a_first_connection_that_nobody_answers(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
+    postgresql: object, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
 ) -> None:
     """Whatever becomes of the flow that waits for it, the engine's locks work soon after the server answers again."""
-    ready(request, "postgresql")
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
@@ -420,12 +414,9 @@ def test_a_first_connection_that_nobody_answers(
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS)
-def test_a_session_that_cannot_be_set_up(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str
-) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_session_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch, database: str) -> None:
     """A server that lets us in and then is silent keeps no thread."""
-    ready(request, database)
     timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), make_url(url(database)).port or 0) as proxy:
         engine = create_engine(make_url(url(database)).set(port=proxy.port))
@@ -447,10 +438,9 @@ def test_a_session_that_cannot_be_set_up(
         engine.dispose()
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_a_server_that_is_careful(database: str) -> None:
     """Modes of the session do not change what the lock's statements mean."""
-    ready(request, database)
     modes = "SET SESSION sql_safe_updates = 1, sql_mode = 'ANSI_QUOTES,NO_BACKSLASH_ESCAPES'"
     engine = create_engine(url(database), connect_args={"init_command": modes})
     with db_lock(engine, 'it\'s "a" key\\', ttl=2, min_hold=0.1) as lock:
@@ -460,17 +450,15 @@ def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str)
     engine.dispose()
 
 
-def test_an_exclusive_writer_on_a_new_connection(tmp_path: Path) -> None:
+def test_an_exclusive_writer_on_a_new_connection(engine: Engine) -> None:
     """A rollback journal, and a process that has not connected yet: a try has its answer in time, and it is False."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
     engine.dispose()
-    with contextlib.closing(sqlite3.connect(tmp_path / "locks.sqlite3", isolation_level=None)) as stranger:
+    with contextlib.closing(sqlite3.connect(str(engine.url.database), isolation_level=None)) as stranger:
         stranger.execute("BEGIN EXCLUSIVE")
         for timeout, most in ((0, TRY), (0.5, 0.5 + EXACT)):
 
             def attempt(timeout: float = timeout) -> bool:
-                fresh = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+                fresh = create_engine(engine.url)
                 got = db_lock(fresh, "k").acquire(timeout=timeout)
                 fresh.dispose()
                 return got is False
@@ -478,9 +466,8 @@ def test_an_exclusive_writer_on_a_new_connection(tmp_path: Path) -> None:
             assert takes_at_most(most, attempt)
 
 
-def test_asynchronous_code_beside_a_busy_executor(request: pytest.FixtureRequest) -> None:
+def test_asynchronous_code_beside_a_busy_executor(postgresql: object) -> None:
     """The application's jobs fill the loop's own threads: the statements of the lock have theirs."""
-    ready(request, "postgresql")
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -498,9 +485,8 @@ def test_asynchronous_code_beside_a_busy_executor(request: pytest.FixtureRequest
 
 
 @pytest.mark.direct
-def test_a_stuck_take_keeps_no_renewal_and_no_release(request: pytest.FixtureRequest) -> None:
+def test_a_stuck_take_keeps_no_renewal_and_no_release(postgresql: object) -> None:
     """An engine with one connection, which a take keeps busy: what is held is renewed and given back all the same."""
-    ready(request, "postgresql")
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
         engine = create_engine(url("postgresql").replace(f":{port}/", f":{proxy.port}/"), pool_size=1, max_overflow=0)

@@ -8,14 +8,14 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 
 from dblock.core import runtime, timing
 from dblock.core.acquire.request import Request
@@ -29,7 +29,7 @@ from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.conftest import timed
 from tests.support.lab import LONG, until
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, S, Server, running
 
 SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
     "postgresql": (PostgreSQL, "postgresql+psycopg://dblock@127.0.0.1:{}/postgres"),
@@ -40,6 +40,23 @@ SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
     ),
     "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true"),
 } | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true")} if MySQL.installed() else {})
+
+
+@contextlib.contextmanager
+def locking(make: Callable[[], S], url: str = SERVERS["postgresql"][1]) -> Iterator[tuple[S, Engine]]:
+    """A server of its own with the tables, and an engine for it."""
+    with running(make) as server:
+        engine = create_engine(url.format(server.port))
+        metadata.create_all(engine)
+        yield server, engine
+        engine.dispose()
+
+
+def crash(server: Server, engine: Engine) -> None:
+    """Kill the server, and start it again."""
+    engine.dispose()
+    server.stop(signal.SIGKILL)
+    server.start()
 
 
 def test_a_server_that_was_killed_is_gone() -> None:
@@ -59,20 +76,13 @@ def test_what_was_granted_survives(name: str) -> None:
 
     The count of a re-entry that lengthens no lease may be lost: the next entry or end of a block writes it again.
     """
-    make, url = SERVERS[name]
-    with running(make) as server:
-        engine = create_engine(url.format(server.port))
-        metadata.create_all(engine)
+    with locking(*SERVERS[name]) as (server, engine):
 
-        def crash() -> tuple[Any, ...]:
-            server.stop(signal.SIGKILL)
-            server.start()
+        def row() -> tuple[Any, ...]:
+            crash(server, engine)
             with engine.connect() as connection:
                 [row] = connection.execute(text("SELECT owner, fence, count, ttl FROM locks WHERE lock_key = 'k'"))
                 return tuple(row)
-
-        def dispose() -> None:
-            engine.dispose()
 
         lock, fences = db_lock(engine, "k", ttl=600), []
         steps: list[tuple[Callable[[], object], set[int], float]] = [
@@ -82,16 +92,14 @@ def test_what_was_granted_survives(name: str) -> None:
         ]
         for step, counts, ttl in steps:
             step()
-            dispose()
-            owner, fence, count, left = crash()
+            owner, fence, count, left = row()
             assert (owner, fence, left) == (lock.owner, lock.fence, ttl)
             assert count in counts
             assert lock.verify()
         fences.append(lock.fence)
         lock.release()
         lock.release()
-        dispose()
-        crash()  # the release may be lost: the key is then held until its lease ends, late but not wrong
+        crash(server, engine)  # the release may be lost: the key is then held until its lease ends, late but not wrong
         other = db_lock(engine, "k")
         if not other.acquire(blocking=False):
             with engine.begin() as connection:
@@ -107,26 +115,20 @@ def test_what_was_granted_survives(name: str) -> None:
         fences.append(again.fence)
         assert fences == sorted(set(fences), key=lambda fence: fence or 0)
         again.release()
-        engine.dispose()
 
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after a heartbeat, and after a grant: neither is taken back, since the heir counts on both at once."""
     timed(monkeypatch, waiter_ttl=60.0)  # a server takes seconds to start again
-    make, url = SERVERS[name]
-    with running(make) as server:
-        engine = create_engine(url.format(server.port))
-        metadata.create_all(engine)
+    with locking(*SERVERS[name]) as (server, engine):
         lock = db_lock(engine, "k", ttl=600)
         lock.acquire()
         store = lock._place.store()
         now = store.database.now
 
-        def crash(statement: str) -> Any:
-            engine.dispose()
-            server.stop(signal.SIGKILL)
-            server.start()
+        def after(statement: str) -> Any:
+            crash(server, engine)
             _ = drive(epoch.read(store.database, now() + 20))  # the first who finds a free key closed does it
             with engine.connect() as connection:
                 [row] = connection.execute(text(statement))
@@ -142,7 +144,7 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         time.sleep(0.3)
         drive(queue.heartbeat(store.database, [place], now() + 5))
         assert place.sent >= sent + 0.3
-        [kept] = crash(ends)
+        [kept] = after(ends)
         assert (kept - end).total_seconds() >= 0.29, "the place ends when its waiter believes"
         hold = lock._hold()
         assert hold is not None
@@ -152,14 +154,13 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
         assert granted is not None
         assert granted[1].lasts == 0
-        owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
+        owner, fence, expires_at = after("SELECT owner, fence, expires_at FROM locks")
         assert (owner, fence, expires_at) == ("heir", granted[1].fence, kept)
         grant = place.granted(granted[1], 60.0, store.database.timing.waiter_ttl)
         assert grant is not None
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
         runtime.current.watchdog.discard(hold)
         current_flow().holds.clear()
-        engine.dispose()
 
 
 LAZY: dict[str, Any] = {"options": ("wal_writer_delay=10s", "wal_writer_flush_after=1GB")}
@@ -168,9 +169,7 @@ LAZY: dict[str, Any] = {"options": ("wal_writer_delay=10s", "wal_writer_flush_af
 
 def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
     """What was handed over keeps the key closed for as long as the heir believes; fences go on."""
-    with running(lambda: PostgreSQL(**LAZY)) as server:
-        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
-        metadata.create_all(engine)
+    with locking(lambda: PostgreSQL(**LAZY)) as (server, engine):
         lock, other = db_lock(engine, "k", ttl=4.5, renew=False), db_lock(engine, "k", timeout=10)
         with lock:
             store, hold = lock._place.store(), lock._hold()
@@ -188,9 +187,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             later = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert later is not None
             assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
-            engine.dispose()
-            server.stop(signal.SIGKILL)
-            server.start()
+            crash(server, engine)
             with engine.connect() as connection:
                 [(owner, fence)] = connection.execute(text("SELECT owner, fence FROM locks"))
             assert (owner, fence) == (hold.tenure.owner, hold.tenure.fence), "the hand-over was taken back"
@@ -200,14 +197,11 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
         with other:
             assert store.database.now() >= grant.trusted_until
             assert other.fence > grant.tenure.fence
-        engine.dispose()
 
 
 def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
     """The heir loses the key when it hears of that; nobody else has it before the lease that was handed over ends."""
-    with running(lambda: PostgreSQL(**LAZY)) as server, ThreadPoolExecutor(1) as pool:
-        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
-        metadata.create_all(engine)
+    with locking(lambda: PostgreSQL(**LAZY)) as (server, engine), ThreadPoolExecutor(1) as pool:
         lock, heir = db_lock(engine, "k", ttl=3), db_lock(engine, "k", ttl=3, timeout=20)
         other = db_lock(engine, "k", timeout=10)
         lock.acquire()
@@ -219,9 +213,7 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
         hold = pool.submit(heir._hold).result()
         assert hold is not None
         lasts, believed = hold.lease.term, hold.lease.trusted_until
-        engine.dispose()
-        server.stop(signal.SIGKILL)
-        server.start()
+        crash(server, engine)
         with engine.connect() as connection:
             [found] = connection.execute(text("SELECT owner, fence FROM locks"))
         assert tuple(found) == (owner, fence), "the hand-over was taken back"
@@ -232,16 +224,13 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
             assert hold.tenure.fence < other.fence
             with pytest.raises(LockLost):
                 pool.submit(heir.release).result(20)
-        engine.dispose()
 
 
 def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
     """What is seen of a lease may then be more than what they have, and so may what is told by a notification."""
     options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
     there = "dblock_00000000_0123456789abcdef"
-    with running(lambda: PostgreSQL(options=options)) as server:
-        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
-        metadata.create_all(engine)
+    with locking(lambda: PostgreSQL(options=options)) as (server, engine):
         listening = psycopg.connect(
             host="127.0.0.1", port=server.port, user="dblock", dbname="postgres", autocommit=True
         )
@@ -272,7 +261,6 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5))[1]
             assert lasts == 0
             hold.grant.handed_over = True
-        engine.dispose()
 
 
 def test_what_is_seen_may_not_be_durable() -> None:
@@ -313,10 +301,7 @@ MEMBERS_TTL = 4.0 if LONG else 2.0
 @pytest.mark.slow
 def test_crashes_amid_a_queue_that_moves_on() -> None:
     """Processes hand the key over all the time: no two believe that they have it, and fences go up."""
-    with running(lambda: PostgreSQL(**LAZY)) as server:
-        assert isinstance(server, PostgreSQL)
-        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
-        metadata.create_all(engine)
+    with locking(lambda: PostgreSQL(**LAZY)) as (server, _):
         spawn = multiprocessing.get_context("spawn")
         stay, stop, told, count = spawn.Event(), spawn.Event(), spawn.Queue(), spawn.Value("i", 0)
 
@@ -347,7 +332,6 @@ def test_crashes_amid_a_queue_that_moves_on() -> None:
         stays = sorted(each for _ in members for each in told.get(timeout=60))
         for member in members:
             member.join(60)
-        engine.dispose()
     assert len(stays) == count.value
     for (_, end, fence), (begin, _, later) in itertools.pairwise(stays):
         assert end <= begin, "two had it"

@@ -20,7 +20,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from dblock.operating import administration
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.conftest import INNODB, ready, run, url
+from tests.conftest import INNODB, run, url
 from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
@@ -269,10 +269,9 @@ def test_a_standby_that_is_started_without_its_signal(closed: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["tries", "waits", "writes"])
-@pytest.mark.parametrize("database", ["postgresql", INNODB[-1]])
-def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest, database: str, how: str) -> None:
+@pytest.mark.parametrize("database", ["postgresql", INNODB[-1]], indirect=True)
+def test_a_quarantine_begins_while_keys_are_held(database: str, how: str) -> None:
     """By a flow that finds one held, or has waited for it since before; not when the lease of a dead holder ends."""
-    ready(request, database)
     engines = [create_engine(url(database)) for _ in "ab"]
     held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
     if how == "writes":
@@ -307,10 +306,9 @@ def test_a_quarantine_begins_while_keys_are_held(request: pytest.FixtureRequest,
         engine.dispose()
 
 
-@pytest.mark.parametrize("database", ["postgresql", *INNODB])
-def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", ["postgresql", *INNODB], indirect=True)
+def test_where_the_tables_were_emptied_keys_are_open(database: str) -> None:
     """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
-    ready(request, database)
     engine = create_engine(url(database))
     lock = db_lock(engine, "k")
     for key_is_new in (True, False):

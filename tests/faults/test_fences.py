@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 import sqlalchemy_dblock
 from dblock.core.clock import now
@@ -22,9 +21,8 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.store import Store
 from dblock.core.values import Tenure
 from tests.conftest import run
-from tests.faults.test_crash import SERVERS
+from tests.faults.test_crash import SERVERS, crash, locking
 from tests.support.lab import FEW, expire, hold_of, times, until
-from tests.support.servers import running
 from tests.support.subjects import Actor, Subject
 
 SEED = random.SystemRandom().randrange(2**32)
@@ -71,19 +69,11 @@ def test_fences_increase_through_everything(subject: Subject) -> None:
 @pytest.mark.parametrize("name", [name for name in SERVERS if name != "postgresql-off"])
 def test_fences_increase_through_crashes_of_the_server(name: str) -> None:
     """The server is killed, and restarts, among all the rest."""
-    make, url = SERVERS[name]
-    with running(make) as server:
-        engine = create_engine(url.format(server.port))
-        sqlalchemy_dblock.metadata.create_all(engine)
+    with locking(*SERVERS[name]) as (server, engine):
 
         def sql(statement: str) -> None:
             with engine.begin() as connection:
                 connection.execute(text(statement))
-
-        def crash() -> None:
-            engine.dispose()
-            server.stop(signal.SIGKILL)
-            server.start()
 
         before = 0
         for _ in range(times(2, 20)):
@@ -97,9 +87,8 @@ def test_fences_increase_through_crashes_of_the_server(name: str) -> None:
             with sqlalchemy_dblock.db_lock(engine, "k") as lock:
                 before = lock.fence
             assert fences[-1] < before
-            crash()
+            crash(server, engine)
             sql("UPDATE locks SET expires_at = acquired_at")
-        engine.dispose()
 
 
 def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:

@@ -30,9 +30,10 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
-from tests.conftest import ready, watched_places
+from tests.conftest import watched_places
 from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
-from tests.support.strikes import RENEWED, TTL, CancelledAt, Interrupted, Stage, Strike, nothing, play
+from tests.support.model import Interrupted
+from tests.support.strikes import RENEWED, TTL, CancelledAt, Stage, Strike, nothing, play
 from tests.support.subjects import MATRIX, Subject
 
 ASYNC = [subject for subject in MATRIX if subject.face == "async"]
@@ -174,12 +175,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], Counter[
     gc.collect()  # what was broken off says so here, where that is expected, and not in some other test
 
 
-@pytest.mark.parametrize("subject", STRUCK, ids=str)
-def test_every_moment_of_a_lock_may_be_interrupted(
-    request: pytest.FixtureRequest, subject: Subject, warnings: Callable[[], Counter[str]]
-) -> None:
+@pytest.mark.parametrize("subject", STRUCK, ids=str, indirect=True)
+def test_every_moment_of_a_lock_may_be_interrupted(subject: Subject, warnings: Callable[[], Counter[str]]) -> None:
     """Struck at each moment at which a signal handler can run, alone and among others: nothing lasts."""
-    ready(request, subject.database)
     stage = Stage(subject)
     keys = list[str]()
 
@@ -459,13 +457,15 @@ if LONG:
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a block has no end of its own (see dblock.core.lock.blocks)")
 @pytest.mark.parametrize(
-    ("subject", "names"), SWEPT, ids=lambda given: str(given) if isinstance(given, Subject) else "; ".join(given)[:40]
+    ("subject", "names"),
+    SWEPT,
+    ids=lambda given: str(given) if isinstance(given, Subject) else "; ".join(given)[:40],
+    indirect=["subject"],
 )
 def test_every_moment_of_every_kind_may_be_interrupted(
-    request: pytest.FixtureRequest, subject: Subject, names: tuple[str, ...], tmp_path: Path
+    subject: Subject, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As it begins, waits and ends, of an object that is dropped or kept: the key is free a ttl later, and not slow."""
-    ready(request, subject.database)
     stage, found = Stage(subject), dict[tuple[str, Case], list[str]]()
     if any(name.startswith("majority") for name in names):
         stage.files(tmp_path)
@@ -481,12 +481,9 @@ def test_every_moment_of_every_kind_may_be_interrupted(
     assert not found
 
 
-@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], ids=str)
-def test_nothing_watches_over_a_statement_that_was_not_sent(
-    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], ids=str, indirect=True)
+def test_nothing_watches_over_a_statement_that_was_not_sent(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Struck between the two: else the connection would be kept, and cut when its time is up."""
-    ready(request, subject.database)
     lock, armed, arm = subject.lock("k"), list[Any](), Deadlines.arm
     with lock:
         pass  # with a connection that is idle
@@ -507,12 +504,9 @@ def test_nothing_watches_over_a_statement_that_was_not_sent(
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 14), reason="a handler that raises leaves Python's own locks locked (gh-148874)"
 )
-@pytest.mark.parametrize("subject", SYNC if LONG else [SYNC[0], SYNC[4]], ids=str)
-def test_signals_at_random_moments_leave_nothing(
-    request: pytest.FixtureRequest, subject: Subject, warnings: Callable[[], Counter[str]]
-) -> None:
+@pytest.mark.parametrize("subject", SYNC if LONG else [SYNC[0], SYNC[4]], ids=str, indirect=True)
+def test_signals_at_random_moments_leave_nothing(subject: Subject, warnings: Callable[[], Counter[str]]) -> None:
     """Wherever they come, in the drivers too: every key is free a ttl later, and nothing renews it."""
-    ready(request, subject.database)
     stage, chance, keys, reach, struck = Stage(subject), random.Random(), list[str](), 0.003, 0
 
     def strike(*_: object) -> None:

@@ -18,7 +18,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.tokens import valid_token
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, ready, timed, url
+from tests.conftest import INNODB, timed, url
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import LONG, alive, hold_of, remaining, renews, times, until
@@ -365,10 +365,9 @@ def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pyte
 
 @pytest.mark.direct
 def test_an_outage_is_logged_once(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    postgresql: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
-    ready(request, "postgresql")
     timed(monkeypatch, retry_budget=0.3, waiter_ttl=1.5, listen_after=0.0)
     where = make_url(url("postgresql"))
     assert where.port is not None

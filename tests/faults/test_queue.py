@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import runtime, timing
 from dblock.core.runtime import ProcessServices
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import DATABASES, INNODB, SELDOM, observer, ready, run, timed, url
+from tests.conftest import DATABASES, INNODB, SELDOM, observer, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import semaphore
@@ -161,11 +161,10 @@ LEVELS = [
 ]
 
 
-@pytest.mark.parametrize(("database", "level"), LEVELS)
+@pytest.mark.parametrize(("database", "level"), LEVELS, indirect=["database"])
 @pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: str, level: str, timeout: float) -> None:
+def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) -> None:
     """At once, under each isolation level: one wins, then the next; no deadlock or duplicate key reaches anybody."""
-    ready(request, database)
     options: dict[str, Any] = {"pool_size": 100} if database != "sqlite" else {}
     if database == "postgresql":
         options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
@@ -255,11 +254,8 @@ def _tickets(place: str) -> list[int]:
         engine.dispose()
 
 
-def test_a_listener_that_is_killed_again_and_again(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hand-over between processes arrives within the interval at which waiters poll anyway."""
-    ready(request, "postgresql")
     timed(monkeypatch, poll_notified=1.0)
     subject = Subject("sqlalchemy", "sync", "postgresql")
     stop = threading.Event()
@@ -297,10 +293,9 @@ def _time(lock: Any, got: list[float]) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("database", DATABASES)
-def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", DATABASES, indirect=True)
+def test_no_wake_up_is_lost(database: str) -> None:
     """Processes with several threads on two keys, whose waiters poll after an hour only."""
-    ready(request, database)
     with contextlib.ExitStack() as stack:
         crowd = [
             stack.enter_context(Remote(Subject(variant, "sync", database)))
@@ -316,10 +311,9 @@ def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> No
 @pytest.mark.direct
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_thousand_waiters_cost_a_listener_and_a_connection(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str
+    postgresql: object, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming."""
-    ready(request, "postgresql")
     timed(monkeypatch, listen_after=0.0, attention=20.0, linger=20.0)  # nobody passes the first, who tries to take it
     sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%crowd'"
     name = {"application_name": "crowd"}

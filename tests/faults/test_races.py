@@ -16,7 +16,7 @@ from dblock.core import runtime
 from dblock.core.errors import LockLost, LockStoreError
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import attach, db_lock
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 from tests.support.lab import FEW, alive, hold_of, keeper_rests, remaining, renews, threads, times, until
 from tests.support.subjects import MATRIX, Subject
 
@@ -123,10 +123,9 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
             stranger.release()
 
 
-@pytest.mark.parametrize(("database", "driver"), ASYNC)
-def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest, database: str, driver: str) -> None:
+@pytest.mark.parametrize(("database", "driver"), ASYNC, indirect=["database"])
+def test_an_async_release_against_a_renewal_wins(database: str, driver: str) -> None:
     """The same on an event loop, where the renewals are tasks of it."""
-    ready(request, database)
     subject, chance = Subject("sqlalchemy", "sync", database), random.Random()
     engine = create_async_engine(url(database, driver))
 
@@ -152,11 +151,8 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
     assert until(idle, 20), threads()
 
 
-def test_a_watchdog_that_could_not_start_starts_later(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread to be had at one take: the key is given back; the next takes are renewed."""
-    ready(request, "sqlite")
     subject = Subject("sqlalchemy", "sync", "sqlite")
     assert until(idle, 20)
     start: Callable[[threading.Thread], None] = threading.Thread.start

@@ -16,7 +16,7 @@ from dblock.core.holding.flow import Entry, Hold
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from dblock.core.values import Grant, Tenure
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 from tests.support.lab import times, until
 
 
@@ -25,9 +25,8 @@ def numbers(sql: str) -> list[int]:
     return [int(str(number)) for number in row]
 
 
-def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.FixtureRequest) -> None:
+def test_renewals_are_heap_only_and_the_table_stays_as_it_is(postgresql: object) -> None:
     """Hundreds of leases, renewed for a while: 95 % heap-only, no growth, no transaction that lasts."""
-    ready(request, "postgresql")
     engine, count, rounds = create_engine(url("postgresql")), times(300, 1000), times(7, 120)
     updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relid = CAST('locks' AS regclass)"
     size = "SELECT pg_table_size('locks')"
@@ -61,11 +60,8 @@ def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.Fix
     assert until(lambda: not runtime.current.watchdog._holds, 1)
 
 
-def test_ten_thousand_leases_are_renewed_by_one_statement(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_thousand_leases_are_renewed_by_one_statement(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are due at once: one statement, within three seconds, and every one of them lives on."""
-    ready(request, "postgresql")
     engine, count, ttl = create_engine(url("postgresql")), 10_000, 30.0
     run(
         "postgresql",
@@ -107,9 +103,8 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(
     engine.dispose()
 
 
-def test_leases_of_many_threads_share_a_statement(request: pytest.FixtureRequest) -> None:
+def test_leases_of_many_threads_share_a_statement(postgresql: object) -> None:
     """Taken one by one by several threads: after the first rounds, one statement for all that are due."""
-    ready(request, "postgresql")
     engine, done = create_engine(url("postgresql")), threading.Event()
     store, names = sqlalchemy_dblock.store.store_for(engine), list[str]()
     real: Callable[..., Rows] = store.execute

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ready
 from tests.contract.test_queue import waiters
 from tests.support.lab import FEW, LONG, PAIR, ROOT, SYNC, Remote, alive, until
+from tests.support.loaded import completed
 from tests.support.subjects import MATRIX, Subject
 
 pytestmark = [
@@ -33,14 +33,7 @@ subject = Subject(*sys.argv[1:])
 
 def process(subject: Subject, body: str, *, code: int = 0) -> str:
     """Run a program to its end, and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP + body, subject.variant, subject.face, subject.database, subject.driver],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = completed(SETUP + body, subject.variant, subject.face, subject.database, subject.driver)
     assert done.returncode == code, done.stderr
     return done.stdout
 
@@ -227,14 +220,12 @@ def test_a_fork_while_a_task_waits(subject: Subject, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("database", "driver"),
     [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}],
+    indirect=["database"],
 )
-def test_what_a_task_holds_is_released_at_a_normal_exit(
-    request: pytest.FixtureRequest, database: str, driver: str
-) -> None:
+def test_what_a_task_holds_is_released_at_a_normal_exit(database: str, driver: str) -> None:
     """The loop is closed by then, and its connections with it."""
     if driver == "aiosqlite" and sys.version_info[:2] == (3, 12):
         pytest.skip("Python 3.12 starts no threads at its end, and aiosqlite needs one: the lease ends by itself")
-    ready(request, database)
     subject = Subject("sqlalchemy", "async", database, driver)
     process(subject, "import asyncio\nlock = subject.lock('k', ttl=600)\nasyncio.run(lock.acquire())\n")
     assert subject.row("k")["owner"] is None

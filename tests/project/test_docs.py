@@ -6,8 +6,6 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
 from tests import conftest
 from tests.support.lab import FEW
+from tests.support.loaded import run
 from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
 from tests.support.servers import Redis, free_port, running
 from tests.support.subjects import Actor, Subject
@@ -65,7 +64,8 @@ with engine.connect() as connection:
 """
 CELERY = """
 from celery import Celery
-app = Celery(set_as_current=True)
+app = Celery()
+app.set_default()  # in each thread
 app.conf.task_always_eager = True
 {example}
 """
@@ -202,11 +202,6 @@ ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/comm
 ELSEWHERE |= {"who-locks-mysql", "who-locks-postgresql"}  # in tests/commands
 ELSEWHERE |= {"sessions"}  # in tests/servers
 ELSEWHERE |= set(ON_THE_SITE)  # in test_site
-
-
-def run(code: str, directory: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("page", "name"), RUN)

@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, text
 
 from dblock.core.statements import DIALECTS
 from sqlalchemy_dblock import db_lock
-from tests.conftest import DATABASES, ready, url
+from tests.conftest import DATABASES, url
 from tests.support.lab import LONG, until
 from tests.support.pages import ROOT, block
 from tests.support.servers import Redis, free_port, running
@@ -105,10 +105,9 @@ async def hold():
 """
 
 
-@pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"])
-def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"], indirect=True)
+def test_fastapi(database: str, tmp_path: Path) -> None:
     """Requests for one key take turns, a busy one is answered 503, and a stopped server leaves nothing held."""
-    ready(request, database)
     example, port, address = block("docs/start.md", "start-fastapi"), free_port(), url(database)
     example = example.replace("sqlite+aiosqlite:///shop.sqlite3", url(database, ASYNC[database]))
     (tmp_path / "shop.py").write_text(example.replace("timeout=5", "timeout=2") + HOLD)
@@ -131,10 +130,9 @@ def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) 
     assert held(address) == []
 
 
-@pytest.mark.parametrize("database", DATABASES if LONG else ["sqlite"])
-def test_a_synchronous_dependency(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", DATABASES if LONG else ["sqlite"], indirect=True)
+def test_a_synchronous_dependency(database: str, tmp_path: Path) -> None:
     """Entered in one thread of the pool and left in another; the endpoint sees the hold."""
-    ready(request, database)
     example, port = block("docs/deployment.md", "fastapi-dependency"), free_port()
     root = "\n@app.get('/')\ndef root():\n    return {}\n"
     (tmp_path / "shop.py").write_text(example.replace("sqlite:///locks.sqlite3", url(database)) + root)

@@ -17,6 +17,7 @@ from sqlalchemy import create_engine
 from dblock.cli import parser
 from scripts.pictures import FOLDER, drawings
 from sqlalchemy_dblock import create_tables
+from tests.support.loaded import run
 from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
 from tests.support.servers import Redis, running
 
@@ -190,15 +191,6 @@ OTHERS = ["case-models", "case-migrations", "contributing", "kubernetes-pod", "k
 PRINTED = ["runbook-ls", "runbook-show"]
 """In tests/commands."""
 PAGE = ON_THE_SITE
-
-
-def run(code: str, directory: Path, *, python: str = sys.executable) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])}
-    environment.pop("DJANGO_SETTINGS_MODULE", None)
-    command = [python, "-W", "error::RuntimeWarning", "-c", code]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def example(name: str) -> str:

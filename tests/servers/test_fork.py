@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,39 +14,16 @@ import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
-from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
-from tests.support.subjects import MATRIX, Subject
+from tests.conftest import INNODB, MYSQL_DRIVER, url
+from tests.support.lab import SYNC, in_child
+from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
-SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 
-
-def in_child(function: Callable[[], Any]) -> Any:
-    """What `function` returns in a forked child, which leaves like a prefork worker's."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            result: Any = ("ok", function())
-        except BaseException:
-            result = ("error", traceback.format_exc())
-        os.write(writer, pickle.dumps(result))
-        sys.stdout.flush()
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        kind, value = pickle.loads(pipe.read())
-    os.waitpid(pid, 0)
-    assert kind == "ok", value
-    return value
-
-
-@pytest.mark.parametrize("subject", SYNC, ids=str)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_block_that_is_open_at_the_fork_is_the_parents(subject: Subject, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_block_that_is_open_at_the_fork_is_the_parents(subject: Subject) -> None:
     """The child is not inside of it: it holds nothing, and what it takes itself says which process it is."""
-    ready(request, subject.database)
 
     def child() -> Any:
         try:
@@ -68,13 +41,10 @@ def test_a_block_that_is_open_at_the_fork_is_the_parents(subject: Subject, reque
     assert written == pid != os.getpid()
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_owns_nothing(subject: Subject, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_child_owns_nothing(subject: Subject) -> None:
     """It cannot release, re-enter or extend its parent's lock, is a rival of its parent's, and can lock on its own."""
-    from tests.conftest import ready
 
-    ready(request, subject.database)
     lock = subject.lock("k")
     lock.acquire()
     before = subject.row("k")
@@ -101,13 +71,10 @@ def test_a_child_owns_nothing(subject: Subject, request: pytest.FixtureRequest) 
     assert subject.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject) -> None:
     """As in every preforking server; also inside a call of the parent's."""
-    from tests.conftest import ready
 
-    ready(request, subject.database)
     module_lock = subject.lock("module", timeout=0)
     function = module_lock(lambda: "done")
     assert function() == "done"
@@ -120,7 +87,6 @@ def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject, reque
     assert function() == "done"
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_ends_its_parents_session(database: str) -> None:
     """A session that keeps a lock, or has kept one: the child's transactions in it keep the child's locks only."""
     # Two processes cannot speak over one encrypted connection, and MySQL itself encrypts when it is not told otherwise.
@@ -153,13 +119,10 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_ends_its_parents_atomic_block(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_a_child_ends_its_parents_atomic_block(database: str) -> None:
     """Django's: what that keeps is the parent's to give back."""
-    from tests.conftest import ready
 
-    ready(request, database)
     lock = dblock.db_lock("k", using=database)
     with transaction.atomic(database):
         with lock:
@@ -169,10 +132,9 @@ def test_a_child_ends_its_parents_atomic_block(request: pytest.FixtureRequest, d
     assert not lock.locked()
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str)
-def test_who_observes_goes_on_to_in_a_child(subject: Subject, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_who_observes_goes_on_to_in_a_child(subject: Subject) -> None:
     """What a server subscribes before it forks its workers is subscribed in them; what a child ends, goes on here."""
-    ready(request, subject.database)
     told: list[Event] = []
     stop = dblock.observe(told.append)
     try:

@@ -35,7 +35,7 @@ from tests.support.subjects import MATRIX, Actor, Subject
 
 ROUNDS = times(3, 20)
 CALLED = [each for each in (MATRIX if LONG else SOME) if each.database != "sqlite"]
-
+"""Every variant that a database can notify."""
 
 EARS = {
     "postgresql": "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'",
@@ -44,14 +44,6 @@ EARS = {
     ),
 }
 """Sessions that listen."""
-
-
-@pytest.fixture(params=CALLED, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Every variant that PostgreSQL can notify."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
 
 
 @pytest.fixture
@@ -70,6 +62,7 @@ FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 @pytest.mark.direct
 @pytest.mark.usefixtures("deaf")
 @pytest.mark.parametrize("before", [ELSEWHERE, FULL], ids=["elsewhere", "full"])
+@pytest.mark.parametrize("subject", CALLED, ids=str, indirect=True)
 def test_the_database_calls(subject: Subject, before: str) -> None:
     """A waiter hears of a release on another machine long before it would have polled again, and of a neighbour's that
     finds its socket full."""
@@ -77,19 +70,14 @@ def test_the_database_calls(subject: Subject, before: str) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-@pytest.mark.parametrize("subject", SOME, ids=str)
-def test_a_neighbour_notifies(
-    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("subject", SOME, ids=str, indirect=True)
+def test_a_neighbour_notifies(subject: Subject) -> None:
     """A release in another process of this machine wakes the waiter, on every database; PostgreSQL notifies nobody."""
-    ready(request, subject.database)
-    timed(monkeypatch, **SELDOM)
     hand_overs(subject)
 
 
-def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
+def test_a_stranger_is_not_believed(sqlite: object) -> None:
     """Whatever a process of this machine says to a waiter of whom it does not know the owner token."""
-    ready(request, "sqlite")
     subject = Subject("sqlalchemy", "sync", "sqlite")
     actor, other = Actor(subject), Actor(subject)
     holder = subject.lock("k")
@@ -118,9 +106,8 @@ def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.direct
 @pytest.mark.parametrize("before", ["None", ELSEWHERE])
-def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str) -> None:
+def test_a_neighbour_is_not_notified(postgresql: object, before: str) -> None:
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
-    ready(request, "postgresql")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {runtime.current.sockets().channel}")
         subject = Subject("sqlalchemy", "sync", "postgresql")
@@ -135,9 +122,8 @@ THERE = "dblock_00000000_0123456789abcdef"
 
 
 @pytest.mark.direct
-def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) -> None:
+def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
     """With the heir's own token, so that it may begin at once."""
-    ready(request, "postgresql")
     subject = Subject("sqlalchemy", "sync", "postgresql")
     asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", f"{THERE}.1")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
@@ -155,9 +141,8 @@ def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) 
 
 
 @pytest.mark.direct
-def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_takes_no_place_in_a_pool(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Django's pool may be as small as the number of threads."""
-    ready(request, "postgresql")
     connections["postgresql"].close()  # which came from no pool
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
@@ -196,10 +181,9 @@ STRANGE = ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", 
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS)
-def test_only_channels_of_our_own_form_are_notified(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_only_channels_of_our_own_form_are_notified(database: str) -> None:
     """A row in `lock_waiters` does not choose whose query is ended, or which session is notified."""
-    ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     with victim(database) as disturbed:
         for number, channel in enumerate(STRANGE):
@@ -242,11 +226,10 @@ def run_call(store: Any, channel: str) -> None:
     _ = store.execute(Execute(NO_STORE, store.database.dialect.call, {"channel": channel}))
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_several_listen(database: str) -> None:
     """Engines of one process have one name: the one that has it lets those who wait at the others poll, and leaves it
     to them in the end."""
-    ready(request, database)
     subject, wakeups = Subject("sqlalchemy", "sync", database), Wakeups()
     store, channel = subject.lock("k")._place.store(), f"dblock_test_{secrets.token_hex(4)}"
     elsewhere = Wakeup("another engine")
@@ -273,10 +256,9 @@ def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
     subject.engine.dispose()
 
 
-@pytest.mark.parametrize("database", INNODB)
-def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_another_user_rings_in_vain(database: str) -> None:
     """A server lets users end their own statements only: the waiter polls, and its session is left alone."""
-    ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     address = make_url(url(database))
     for table in ("locks", "lock_waiters", "lock_epoch"):
@@ -304,12 +286,10 @@ def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: st
     [each for each in SOME if each.database in {"sqlite", "postgresql"} and each.variant != "sqlalchemy"]
     + [Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
     ids=str,
+    indirect=True,
 )
-def test_a_flood_costs_a_waiter_next_to_nothing(
-    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flood_costs_a_waiter_next_to_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Datagrams that name its ticket make it look a few times; then it polls, and has the key when that is free."""
-    ready(request, subject.database)
     looks, status = list[float](), queue.status
 
     def count(*args: Any, **options: Any) -> Any:

@@ -85,9 +85,8 @@ class Turns(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-def test_a_task_that_awaits_an_answer_leaves_its_event_loop_asleep(request: pytest.FixtureRequest) -> None:
+def test_a_task_that_awaits_an_answer_leaves_its_event_loop_asleep(postgresql: object) -> None:
     """Nothing polls the socket while the answer is under way."""
-    ready(request, "postgresql")
     selector, where = Turns(), make_url(url("postgresql"))
     assert where.port is not None
 

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core.errors import LockStoreError
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
-from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, ready, run, timed, url
+from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of, wire
 from tests.support.lab import SOME, threads, until
 from tests.support.pages import block
@@ -51,12 +51,9 @@ def hold_for_a_moment(subject: Subject, lock: Any) -> Any:
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("subject", [each for each in SOME if each.database != "sqlite"], ids=str)
-def test_a_process_that_turns_quiet_keeps_one_session(
-    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("subject", [each for each in SOME if each.database != "sqlite"], ids=str, indirect=True)
+def test_a_process_that_turns_quiet_keeps_one_session(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowd that holds and waits needs several; a while after the last of it one is left, and no thread."""
-    ready(request, subject.database)
     timed(monkeypatch, idle_session=0.8, trusted_idle=0.8, attention=0.5, linger=0.5)
 
     def found() -> set[Any]:
@@ -88,10 +85,9 @@ def test_a_process_that_turns_quiet_keeps_one_session(
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS)
-def test_a_session_that_takes_no_writes_is_left(request: pytest.FixtureRequest, database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_session_that_takes_no_writes_is_left(database: str) -> None:
     """Its server was demoted, say: the statement is sent again over another connection."""
-    ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     lock = subject.lock("k", timeout=10)
     with lock:
@@ -168,10 +164,9 @@ def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPa
     wire.actor.call(lock, "release")
 
 
-@pytest.mark.parametrize("subject", SERVED, ids=str)
-def test_the_kernel_watches_idle_connections(request: pytest.FixtureRequest, subject: Subject) -> None:
+@pytest.mark.parametrize("subject", SERVED, ids=str, indirect=True)
+def test_the_kernel_watches_idle_connections(subject: Subject) -> None:
     """Keepalives, and an end to what is not acknowledged; times that are shorter than ours stay."""
-    ready(request, subject.database)
     actor, lock = Actor(subject), subject.lock("k", timeout=20)
     actor.within(lock)
     [connection, *_] = lock._place.store()._source._idle
@@ -214,12 +209,9 @@ def test_a_question_is_one_round_trip(wire: Wire, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("subject", [each for each in SERVED if each.variant == "sqlalchemy"], ids=str)
-def test_a_session_is_closed_whose_opening_an_event_handler_has_failed(
-    request: pytest.FixtureRequest, subject: Subject
-) -> None:
+@pytest.mark.parametrize("subject", [each for each in SERVED if each.variant == "sqlalchemy"], ids=str, indirect=True)
+def test_a_session_is_closed_whose_opening_an_event_handler_has_failed(subject: Subject) -> None:
     """SQLAlchemy drops such a connection without closing it."""
-    ready(request, subject.database)
     make = create_engine if subject.face == "sync" else create_async_engine
     engine: Any = make(url(subject.database, subject.driver))
     kept: list[Any] = []
@@ -240,13 +232,10 @@ def test_a_session_is_closed_whose_opening_an_event_handler_has_failed(
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 @pytest.mark.parametrize(("crowd", "timeout"), [(5, 0), (1, 0.001), (15, 0.001), (15, 0.1)])
-def test_the_first_attempts_of_a_process_have_an_answer(
-    request: pytest.FixtureRequest, database: str, crowd: int, timeout: float
-) -> None:
+def test_the_first_attempts_of_a_process_have_an_answer(database: str, crowd: int, timeout: float) -> None:
     """However short, and though each of a crowd has to connect: True or False, and no error of a healthy database."""
-    ready(request, database)
 
     def attempt(engine: Engine, make: Callable[[Engine], Any], gate: threading.Barrier) -> bool:
         lock = make(engine)

@@ -150,9 +150,8 @@ _STRANGER = {
 }
 
 
-def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> None:
+def test_losers_write_no_wal_and_lock_no_row(postgresql: object) -> None:
     """1,000 failed tries leave PostgreSQL's log where it was, and take no transaction id."""
-    ready(request, "postgresql")
     run("postgresql", _STRANGER["postgresql"])
     rival = dblock.db_lock("k", using="postgresql")
     assert rival.acquire(blocking=False) is False
@@ -209,9 +208,8 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkey
 
 
 @pytest.mark.direct
-def test_one_flush_for_a_cycle(request: pytest.FixtureRequest) -> None:
+def test_one_flush_for_a_cycle(postgresql: object) -> None:
     """The take commits durably, the release asynchronously, as PostgreSQL itself counts."""
-    ready(request, "postgresql")
 
     [(newest,)] = run("postgresql", "SELECT current_setting('server_version_num')::int >= 180000")
     counted = "CAST(sum(fsyncs) AS int) FROM pg_stat_io WHERE object = 'wal'" if newest else "wal_sync FROM pg_stat_wal"

@@ -167,7 +167,7 @@ def test_a_connection_is_no_engine() -> None:
     asyncio.run(main())
 
 
-def test_a_decorator_names_its_engine() -> None:
+def test_a_decorator_names_its_engine(engine: Engine) -> None:
     """A bare one cannot know it; with it, the key may be left out."""
 
     def function() -> bool:
@@ -176,8 +176,6 @@ def test_a_decorator_names_its_engine() -> None:
     wrong: Any = db_lock
     with pytest.raises(TypeError, match="comes first"):
         wrong(function)
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    metadata.create_all(engine)
     held = db_lock(engine, f"{__name__}.{function.__qualname__}")
     assert db_lock(engine)(function)() is True
     assert not held.locked()
@@ -188,7 +186,6 @@ def test_a_decorator_names_its_engine() -> None:
         db_lock(engine)(coroutine)
     with pytest.raises(TypeError, match="sync engine"):
         db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
-    engine.dispose()
 
 
 @pytest.mark.filterwarnings("ignore:No driver name specified:sqlalchemy.exc.SAWarning")
@@ -247,9 +244,8 @@ def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None
 
 @pytest.mark.direct
 @pytest.mark.parametrize("pool", [None, NullPool])
-def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool: Any) -> None:
+def test_no_connection_outlives_the_engine(postgresql: object, pool: Any) -> None:
     """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""
-    ready(request, "postgresql")
     name = "disposable"
     options = {"poolclass": pool} if pool else {}
     engine = create_engine(url("postgresql"), connect_args={"application_name": name}, **options)
@@ -295,9 +291,8 @@ def test_what_ends_after_the_disposal_keeps_no_connection(database: str) -> None
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) -> None:
+def test_event_loops_come_and_go(postgresql: object, driver: str) -> None:
     """An engine that serves one loop after the other does not mix up their connections."""
-    ready(request, "postgresql")
     # asyncpg cannot close a connection whose loop is closed; with a pool, dispose() must come first, as for any engine.
     options = {"poolclass": NullPool} if driver == "asyncpg" else {}
     engine = create_async_engine(url("postgresql", driver), **options)
@@ -313,12 +308,11 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
 
 
 @pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
-@pytest.mark.parametrize("database", INNODB)
+@pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_event_loops_that_are_gone_leave_no_session(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, driver: str
+    monkeypatch: pytest.MonkeyPatch, database: str, driver: str
 ) -> None:
     """Each session ends when the lock is used in the next loop, not when the collector has found its transport."""
-    ready(request, database)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # drivers complain of lost loops, and are kept for it
     counted = "SELECT id FROM information_schema.processlist WHERE db = DATABASE()"
     before = len(run(database, counted))
@@ -452,11 +446,12 @@ def test_two_engines_of_one_database_are_rivals(database: str) -> None:
 
 @pytest.mark.direct
 @pytest.mark.parametrize(
-    ("database", "discard"), [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")]
+    ("database", "discard"),
+    [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")],
+    indirect=["database"],
 )
-def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest, database: str, discard: str) -> None:
+def test_prepared_statements_survive_a_discard(database: str, discard: str) -> None:
     """Somebody's clean-up on the lock's connection costs one more exchange, nothing else."""
-    ready(request, database)
     engine = create_engine(url(database))
     lock = db_lock(engine, "k")
     for _ in range(5):
@@ -470,22 +465,9 @@ def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest, d
     engine.dispose()
 
 
-@pytest.mark.parametrize("init", ["SET sql_mode='NO_BACKSLASH_ESCAPES,ANSI_QUOTES'", "SET NAMES gbk", "DO 0"])
-@pytest.mark.parametrize("database", INNODB, indirect=True)
-def test_values_mean_the_same_in_every_session(database: str, init: str) -> None:
-    """In any character set and SQL mode, what is stored is what was given."""
-    engine = create_engine(url(database), connect_args={"init_command": init})
-    for text_ in ("a'b", "a\\", "\\'; DROP TABLE locks; -- ", "naïve ☂ 🔒", '"q"', "縗\\'", "\n"):
-        with db_lock(engine, f"k{text_}", label=text_):
-            pass
-        assert run(database, "SELECT label FROM locks WHERE lock_key = :key", key=f"k{text_}") == [(text_,)]
-    engine.dispose()
-
-
 @pytest.mark.direct
-def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest) -> None:
+def test_a_prepared_statement_that_fits_no_more(postgresql: object) -> None:
     """Somebody has changed the table meanwhile: another session is opened."""
-    ready(request, "postgresql")
     engine = create_engine(url("postgresql"))
     lock = db_lock(engine, "k", timeout=2)
     for _ in range(2):
@@ -502,9 +484,8 @@ def test_a_prepared_statement_that_fits_no_more(request: pytest.FixtureRequest) 
 
 
 @pytest.mark.direct
-def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
+def test_a_changed_column_under_asyncpg(postgresql: object) -> None:
     """A plan that is out of date is an error of asyncpg itself; the next session makes a new one."""
-    ready(request, "postgresql")
 
     async def main() -> None:
         engine = create_async_engine(url("postgresql", "asyncpg"))
@@ -523,9 +504,8 @@ def test_a_changed_column_under_asyncpg(request: pytest.FixtureRequest) -> None:
     asyncio.run(main())
 
 
-def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None:
+def test_no_room_for_prepared_statements(mariadb: object) -> None:
     """A MariaDB server whose max_prepared_stmt_count is used up still locks."""
-    ready(request, "mariadb")
     engine = create_engine(url("mariadb"))
     run("mariadb", "SET GLOBAL max_prepared_stmt_count = 0")
     try:
@@ -540,9 +520,8 @@ def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest.FixtureRequest, driver: str) -> None:
+def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(postgresql: object, driver: str) -> None:
     """A thousand tasks that want locks at once, all of them the same one or each another, and all get theirs."""
-    ready(request, "postgresql")
     name = {"application_name": "small pool"}
     options = {"server_settings": name} if driver == "asyncpg" else name
     engine = create_async_engine(url("postgresql", driver), pool_size=3, max_overflow=2, connect_args=options)

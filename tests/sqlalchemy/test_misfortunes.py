@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,8 @@ from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import ready, run, url
+from tests.conftest import run, url
 from tests.support.lab import together, until
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A SQLite file of the test's own."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture
@@ -212,10 +203,9 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
 
 @pytest.mark.direct
 def test_a_character_set_that_lacks_the_key_behind_a_pooler(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    postgresql: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There nothing can be set for a session: a typed error without the statement, whose parameters are secret."""
-    ready(request, "postgresql")
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
     engine = create_engine(url("postgresql"), connect_args={"client_encoding": "latin1"})
     with pytest.raises(LockStoreError, match="character set") as caught:
@@ -234,14 +224,12 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
             "SELECT variable_value + 0 FROM information_schema.session_status WHERE variable_name = 'COM_PREPARE_SQL'",
         ),
     ],
+    indirect=["database"],
 )
-def test_behind_a_pooler_nothing_is_prepared(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, count: str
-) -> None:
+def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, database: str, count: str) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     import dblock.drivers.mariadb
 
-    ready(request, database)
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
     monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
@@ -259,9 +247,8 @@ def test_behind_a_pooler_nothing_is_prepared(
 
 
 @pytest.mark.direct
-def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) -> None:
+def test_the_sessions_own_durability_comes_back(postgresql: object) -> None:
     """What a statement chooses for itself ends with it."""
-    ready(request, "postgresql")
     for setting in ("off", "on", "remote_write"):
         engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
         with db_lock(engine, "k"):

@@ -89,10 +89,8 @@ def test_an_asynchronous_worker(request: pytest.FixtureRequest, subject: Subject
     assert errors == []
 
 
-def test_what_is_missing_is_made(tmp_path: Path) -> None:
+def test_what_is_missing_is_made(engine: Engine) -> None:
     """An index of a table that is there, too; rows stay."""
-    engine = create_engine(f"sqlite:///{tmp_path}/half.sqlite3")
-    metadata.create_all(engine)
     with db_lock(engine, "k"), engine.begin() as connection:
         connection.execute(text("DROP INDEX lock_waiters_queue"))
         connection.execute(text("DROP TABLE lock_events"))
@@ -102,7 +100,6 @@ def test_what_is_missing_is_made(tmp_path: Path) -> None:
     assert [index["name"] for index in made.get_indexes("lock_waiters")] == ["lock_waiters_queue"]
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM locks")).scalar() == 1
-    engine.dispose()
 
 
 def test_a_database_that_refuses(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +31,7 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
+from tests.support.loaded import Process
 from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who import it from here
 from tests.support.subjects import MATRIX, PSYCOPG2, Subject
 
@@ -105,18 +108,26 @@ class RemoteError(Exception):
         self.kind = kind
 
 
+PROGRAM = "import sys; from tests.support.remote import main; main(*sys.argv[1:])"
+
+
 class Remote:
     """Another process, see `tests.support.remote`; names that a command assigns with `:=` stay."""
 
     def __init__(self, subject: Subject, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.remote", subject.variant, subject.database],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process: Process | subprocess.Popen[str]
+        given = PROGRAM, subject.variant, subject.database
+        if not environment:
+            self.process = Process(*given)
+        else:  # of which some is read when its modules are imported
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", *given],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         self._started = False
 
     def send(self, command: str) -> None:
@@ -157,12 +168,6 @@ class Remote:
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
-
-    def leave(self) -> None:
-        """Let it end in order, and wait for it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(30) == 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -207,6 +212,26 @@ def together(*work: Callable[[], object]) -> list[BaseException]:
     for flow in flows:
         flow.join()
     return errors
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What `function` returns in a forked child, which leaves like a prefork worker's."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            result: Any = ("ok", function())
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        os.write(writer, pickle.dumps(result))
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        kind, value = pickle.loads(pipe.read())
+    os.waitpid(pid, 0)
+    assert kind == "ok", value
+    return value
 
 
 def threads(name: str = "dblock ") -> list[threading.Thread]:

@@ -407,7 +407,7 @@ def copied(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 class Interrupted(BaseException):
-    """A cancellation or Ctrl-C."""
+    """A cancellation, Celery's soft time limit, or Ctrl-C."""
 
 
 def play(

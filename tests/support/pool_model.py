@@ -126,8 +126,9 @@ class Actor:
 
     def in_line(self, critical: bool) -> bool:
         """Whether it waits for a connection, to renew or release if `critical`, and is not blocked."""
-        waits = self.queued is not None and self.queued.critical == critical and self.queued in self.world.pool._line
-        return self.runs and waits and self.blocked_until <= self.world.time
+        if self.queued is None or self.queued.critical != critical or self.queued not in self.world.pool._line:
+            return False
+        return self.runs and self.blocked_until <= self.world.time
 
 
 class Mutex:
@@ -487,8 +488,8 @@ class PoolWorld:
     def is_free(self, critical: bool) -> bool:
         """Whether somebody waits who could have a slot, or one that is lost, once that is noticed."""
         waiting = sorted((each for each in self.actors if each.in_line(critical)), key=Actor.place)
-        if waiting and self.is_lost(critical):
-            return True
+        if not waiting or self.is_lost(critical):
+            return bool(waiting)
         del waiting[int(self.pool._most[critical]) - len(self.pool._in_use[critical]) :]
         opening = [each.loop for each in waiting if any(self.expected(each.loop))]
         idle = [each.loop for each in self.pool._idle]

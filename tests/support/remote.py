@@ -1,4 +1,4 @@
-"""A process of its own that does what it is told: `python -m tests.support.remote VARIANT DATABASE`.
+"""A process of its own that does what it is told, see `Remote` in `tests.support.lab`.
 
 It evaluates each line of its input and answers with a line of JSON. `DBLOCK_TEST_SHIFT` sets its wall clock wrong by so
 many seconds before anything of ours is imported.
@@ -151,6 +151,7 @@ def contend(subject: Subject, seed: int, count: int) -> int:
 
 def main(variant: str, database: str) -> None:
     """Answer until the input ends."""
+    timing.DEFAULT = timing.DEFAULT._replace(single_try=PATIENT)
     if variant == "django":
         import django
 
@@ -165,8 +166,3 @@ def main(variant: str, database: str) -> None:
         except Exception as error:
             text = json.dumps({"error": type(error).__name__, "text": str(error)})
         print(text, flush=True)  # noqa: T201 - the answer
-
-
-if __name__ == "__main__":
-    timing.DEFAULT = timing.DEFAULT._replace(single_try=PATIENT)
-    main(*sys.argv[1:])

@@ -28,16 +28,13 @@ from dblock.core.runtime import current_flow
 from dblock.majority import protocol
 from dblock.majority.statements import SERVER
 from tests.support.lab import ROOT, alive_keys, close_django
+from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject, at_once
 
 OURS = (f"{ROOT}/dblock/", f"{ROOT}/sqlalchemy_dblock/")
 TTL = 0.4
 RENEWED = 1.5
 """The ttl of what is to be renewed for as long as something holds it, also on a busy machine."""
-
-
-class Interrupted(BaseException):
-    """As Celery's soft time limit, or Ctrl-C."""
 
 
 @functools.cache

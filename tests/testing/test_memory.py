@@ -23,6 +23,7 @@ from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
+from tests.support.lab import in_child
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -559,13 +560,10 @@ def test_decorated_before(engine: Engine) -> None:
 def test_a_forked_child(engine: Engine) -> None:
     """It asks no database either, and owns nothing of its parent's."""
     with testing.memory(), sqlalchemy_dblock.db_lock(engine, "k") as lock:
-        child = os.fork()
-        if not child:
-            code = 1
-            with contextlib.suppress(BaseException):
-                other = sqlalchemy_dblock.db_lock(engine, "other")
-                with other:
-                    code = 0 if lock.locked() and not lock.owned() and other.verify() else 2
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def child() -> tuple[bool, bool, bool]:
+            with sqlalchemy_dblock.db_lock(engine, "other") as other:
+                return lock.locked(), lock.owned(), other.verify()
+
+        assert in_child(child) == (True, False, True)
         assert lock.verify()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import StaticPool, create_engine
+from sqlalchemy import Engine, StaticPool, create_engine
 
 import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
@@ -170,10 +170,8 @@ def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
     assert (attempt.outcome, attempt.error) == ("failed", caught.value)
 
 
-def test_in_one_in_another(sqlite: object) -> None:
+def test_in_one_in_another(sqlite: object, engine: Engine) -> None:
     """Each has recorded what happened while it was on, whichever ended first."""
-    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
-    sqlalchemy_dblock.metadata.create_all(engine)
     lock = sqlalchemy_dblock.db_lock(engine, "k")
     outer, inner = testing.record(), testing.record()
     first = outer.__enter__()
@@ -187,7 +185,6 @@ def test_in_one_in_another(sqlite: object) -> None:
     with lock:
         pass
     assert (len(first.history), len(second.history)) == (2, 2)
-    engine.dispose()
 
 
 @pytest.mark.parametrize("shared", [True, False])
