@@ -71,7 +71,7 @@ class Worker:
                 self._thread = None  # the next one who needs it tries again
                 if not isinstance(error, RuntimeError):
                     raise
-                self._refused(error)
+                _ = self._refused(error)
                 return error
         return None
 
