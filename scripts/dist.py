@@ -111,7 +111,10 @@ def interpreters() -> dict[str, Path]:
     """Each Python that there is, of PATH or of pyenv."""
     found = {}
     for version in PYTHONS:
-        paths = [*sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python")), f"python{version}"]
+        paths: list[str | Path] = [
+            *sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python")),
+            f"python{version}",
+        ]
         for path in paths:
             if (python := shutil.which(path)) and subprocess.run([python, "-c", ""], check=False).returncode == 0:
                 found[version] = Path(python)
@@ -128,7 +131,7 @@ def tried(version: str, python: Path, wheel: Path, frameworks: str) -> None:
         run(python, "-m", "venv", outside / "env")
         own = outside / "env/bin/python"
         smoke = shutil.copy(ROOT / "scripts/smoke.py", outside)
-        install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        install: list[str | Path] = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run(*install, wheel)
         told = run(own, smoke, "alone", cwd=outside)
         run(*install, *FRAMEWORKS[frameworks])
