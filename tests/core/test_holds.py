@@ -641,7 +641,7 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of threads when the last lock is lost: it is called once there are some again, by nobody's doing."""
-    assert deliveries.flush(20)
+    assert until(lambda: not deliveries.pending and deliveries._thread is None, 20)
     start, refused, told = threading.Thread.start, list[str](), list[Reason]()
 
     def fails(thread: threading.Thread) -> None:
