@@ -152,7 +152,9 @@ def check_transactions() -> Found:
                 "Documentation: Transactions.",
                 id="dblock.W002",
             )
-        if told["ATOMIC_REQUESTS"] and _keeps_snapshots(connections[alias]):
+        level = str(told["OPTIONS"].get("isolation_level")).lower()
+        # A transaction may overwrite what it does not see. PostgreSQL refuses that.
+        if told["ATOMIC_REQUESTS"] and connections[alias].vendor == "mysql" and level == "repeatable read":
             yield Warning(
                 f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under "
                 "its isolation level that may not see what the lock's holder before has written.",
@@ -162,16 +164,10 @@ def check_transactions() -> Found:
             )
 
 
-def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction may overwrite what it does not see. PostgreSQL refuses that."""
-    level = connection.settings_dict["OPTIONS"].get("isolation_level")
-    return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
-
-
 @_locks_check()
 def check_writable(connection: BaseDatabaseWrapper) -> Found:
     """E007: sessions of the locks' database that may only read."""
-    if _READ_ONLY[connection.vendor](connection.settings_dict):
+    if _READ_ONLY.search("{NAME}\n{OPTIONS}".format_map(connection.settings_dict)):
         text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
         hint = (
             "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. Documentation: Databases."
@@ -179,30 +175,12 @@ def check_writable(connection: BaseDatabaseWrapper) -> Found:
         yield Error(text, hint=hint, id="dblock.E007")
 
 
-def _reads_postgresql(settings: dict[str, Any]) -> bool:
-    given = re.findall(r"default_transaction_read_only\s*=\s*'?(\w+)", str(settings["OPTIONS"].get("options", "")))
-    return (bool(given) and given[-1].lower() in _TRUE) or settings["OPTIONS"].get("target_session_attrs") in {
-        "read-only",
-        "standby",
-    }
-
-
-def _reads_mysql(settings: dict[str, Any]) -> bool:
-    command = str(settings["OPTIONS"].get("init_command", "")).lower()
-    given = re.findall(r"\b(?:transaction|tx)_read_only\s*=\s*'?(\w+)", command)
-    return bool(given and given[-1] in _TRUE) or bool(re.search(r"\bsession transaction\b[^;]*\bread only\b", command))
-
-
-def _reads_sqlite(settings: dict[str, Any]) -> bool:
-    return bool(re.match(r"file:.*[?&](mode=ro|immutable=1)(&|$)", str(settings["NAME"])))
-
-
-_TRUE = frozenset({"on", "true", "yes", "1", "t", "y"})
-_READ_ONLY: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "postgresql": _reads_postgresql,
-    "mysql": _reads_mysql,
-    "sqlite": _reads_sqlite,
-}
+_READ_ONLY = re.compile(
+    r"read_only\s*=\s*'?(on|true|yes|1|t|y)\b(?!.*read_only)|\bsession transaction\b[^;]*\bread only\b"
+    r"|'target_session_attrs': '(read-only|standby)'|^file:.*[?&](mode=ro|immutable=1)(&|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""The ways in which `NAME` and `OPTIONS` ask each database for that; of several values of a setting the last counts."""
 
 
 def _locks_connection() -> BaseDatabaseWrapper | None:
@@ -366,7 +344,8 @@ def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
             f"The table `{Lock._meta.db_table}` in database {connection.alias!r} was made by another program than "
             "migrate, which will say that it exists already."
         )
-        hint = f"Run `manage.py migrate dblock{_other(connection)} --fake-initial` first. Documentation: Databases."
+        other = "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"
+        hint = f"Run `manage.py migrate dblock{other} --fake-initial` first. Documentation: Databases."
         found.append(Warning(text, hint=hint, id="dblock.W010"))
     return found
 
@@ -392,7 +371,3 @@ def _would_make_anew(model: type[Model], connection: BaseDatabaseWrapper) -> boo
     if label in settings.MIGRATION_MODULES or not router.allow_migrate_model(connection.alias, model):
         return False
     return (label, "0001_initial") not in MigrationRecorder(connection).applied_migrations()
-
-
-def _other(connection: BaseDatabaseWrapper) -> str:
-    return "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"
