@@ -54,30 +54,24 @@ from dblock.core.validation import valid_reaping, valid_retention, valid_ttl
 Found = Iterator[CheckMessage]
 
 
-def _check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
-    """Register a function as a system check, which Django gives arguments that only those of databases want."""
+def _check(
+    *tags: str, locks: bool = False, **options: Any
+) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
+    """Register a function as a system check.
+
+    With `locks` it gets the connection where the locks live, and is not called if the settings do not say so.
+    """
 
     def registered(look: Callable[..., Found]) -> Callable[..., list[CheckMessage]]:
         def check(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> list[CheckMessage]:
-            return list(look(databases or ()) if "database" in tags else look())
+            if not locks:
+                return list(look())
+            connection = _locks_connection()
+            asked = connection is not None and ("database" not in tags or connection.alias in (databases or ()))
+            return list(look(connection)) if asked else []
 
         made: Callable[..., list[CheckMessage]] = register("dblock", *tags, **options)(check)
         return made
-
-    return registered
-
-
-def _locks_check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
-    """The same for a function of the connection where the locks live; nothing if the settings do not say so."""
-
-    def registered(look: Callable[[BaseDatabaseWrapper], Found]) -> Callable[..., list[CheckMessage]]:
-        @_check(*tags, **options)
-        def check(*databases: Collection[str]) -> Found:
-            connection = _locks_connection()
-            if connection is not None and all(connection.alias in each for each in databases):
-                yield from look(connection)
-
-        return check
 
     return registered
 
@@ -127,7 +121,7 @@ def check_settings() -> Found:
         yield Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004")
 
 
-@_locks_check()
+@_check(locks=True)
 def check_schema(connection: BaseDatabaseWrapper) -> Found:
     """E006: a schema where there are none."""
     with contextlib.suppress(ImproperlyConfigured):  # E002
@@ -164,7 +158,7 @@ def check_transactions() -> Found:
             )
 
 
-@_locks_check()
+@_check(locks=True)
 def check_writable(connection: BaseDatabaseWrapper) -> Found:
     """E007: sessions of the locks' database that may only read."""
     if _READ_ONLY.search("{NAME}\n{OPTIONS}".format_map(connection.settings_dict)):
@@ -195,7 +189,7 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
     return connection if connection.vendor in DIALECTS else None
 
 
-@_locks_check()
+@_check(locks=True)
 def check_quarantine(connection: BaseDatabaseWrapper) -> Found:
     """W011: leases that outlast the quarantine after a failover."""
     with contextlib.suppress(TypeError, ValueError):  # E002
@@ -233,7 +227,7 @@ def check_reaping() -> Found:
         yield Warning(text, hint=hint, id="dblock.W005")
 
 
-@_locks_check(deploy=True)
+@_check(locks=True, deploy=True)
 def check_deployment(connection: BaseDatabaseWrapper) -> Found:
     """What is fine in development only: W006 a pooler and LISTEN, W008 locks in memory, W009 an implausible ttl."""
     pooled = connection.vendor == "postgresql" and connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
@@ -287,7 +281,7 @@ def _is_reaped() -> bool:
     return False
 
 
-@_locks_check("database")
+@_check("database", locks=True)
 def check_databases(connection: BaseDatabaseWrapper) -> Found:
     """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
 
