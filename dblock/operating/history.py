@@ -27,7 +27,7 @@ from dblock.core.observing.observers import observers
 from dblock.core.protocol.drive import going_on
 from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.protocol.store import Store
-from dblock.operating.administering import ask
+from dblock.operating.statements.administration import ask
 
 OF_KEY: Final = 20
 """Most events of one key in one write."""
