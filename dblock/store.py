@@ -33,7 +33,7 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.base import Cursor, Tables, perform
+from dblock.core.statements.base import Cursor, perform
 from dblock.drivers.listening import PsycopgSubscription, subscribed
 from dblock.drivers.literals import inlined
 from dblock.drivers.tried import refuse_untried
@@ -80,10 +80,6 @@ class DjangoStore(BaseStore):
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"
         if not apps.is_installed("dblock"):
             self._create_table = f"add 'dblock' to INSTALLED_APPS and {self._create_table}"
-        if tables != Tables():
-            self._create_table += "; if that was done under other names (TABLE_PREFIX, SCHEMA), rename the tables"
-        if vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
-            self._create_table += "; each thread has a database in memory of its own"
         pool = DjangoPool(alias)
         self._source: DjangoPool | DjangoSQLite = pool
         if vendor == "sqlite":
