@@ -16,7 +16,7 @@ class AsyncPsycopgSubscription:
     """Receives the messages of one channel, on psycopg's AsyncConnection."""
 
     def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
-        self._connection, self.ask, self._close = connection, ask, close
+        self._connection, self.ask, self.close = connection, ask, close
         self._notifications = Notifications(connection)
         await_only(connection.execute(begin(channel)))
 
@@ -40,10 +40,6 @@ class AsyncPsycopgSubscription:
             _ = loop.remove_reader(descriptor)
         return self._notifications.read()
 
-    def close(self) -> None:
-        """Stop listening."""
-        _ = self._close()
-
 
 def _end(readable: asyncio.Future[None]) -> None:
     if not readable.done():
@@ -54,7 +50,7 @@ class AsyncpgSubscription:
     """Receives the messages of one channel, on asyncpg's connection."""
 
     def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
-        self._connection, self.ask, self._close = connection, ask, close
+        self._connection, self.ask, self.close = connection, ask, close
         self._heard: list[str] = []
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
@@ -79,10 +75,6 @@ class AsyncpgSubscription:
         self._something.clear()
         heard, self._heard = self._heard, []
         return heard
-
-    def close(self) -> None:
-        """Stop listening."""
-        _ = self._close()
 
 
 SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Ask, Close], Subscription]] = {

@@ -17,7 +17,7 @@ from dblock.core.wakeup.registry import Wakeups
 
 Ask = Callable[[float], None]
 """Probes the server; raises unless it answers by that local time."""
-Close = Callable[[], object]
+Close = Callable[[], None]
 """Closes the connection."""
 
 
@@ -114,7 +114,7 @@ class PsycopgSubscription:
     def close(self) -> None:
         """Stop listening."""
         self._selector.close()
-        _ = self._close()
+        self._close()
 
 
 def subscribed(
