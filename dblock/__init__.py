@@ -131,43 +131,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    name: home
-    for home, names in {
-        "dblock.kinds": (
-            "Locks",
-            "Permit",
-            "ReadLock",
-            "WriteLock",
-            "acheck_sequencer",
-            "areap",
-            "arelease_all",
-            "check_sequencer",
-            "db_leader",
-            "db_lock",
-            "db_locks",
-            "db_rwlock",
-            "db_semaphore",
-            "reap",
-            "release_all",
-        ),
-        "dblock.place": ("Lock",),
-        "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
-        "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
-        "dblock.core.observing.observers": ("observe",),
-        "dblock.core.values": ("LockInfo",),
-        "dblock.majority.protocol": ("QuorumUnavailable",),
-        "dblock.core.tokens": ("Sequencer",),
-        "dblock.signals": [name for name in __all__ if name.startswith("lock_")],
-    }.items()
-    for name in names
+    **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
+    **dict.fromkeys(("QuorumLock", "db_quorum_lock"), "dblock.quorum"),
+    **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
+    "Lock": "dblock.place",
+    "LockInfo": "dblock.core.values",
+    "QuorumUnavailable": "dblock.majority.protocol",
+    "Sequencer": "dblock.core.tokens",
+    "observe": "dblock.core.observing.observers",
 }
-_DJANGO = {
-    "dblock.kinds",
-    "dblock.place",
-    "dblock.quorum",
-    "dblock.signals",
-}
-"""Modules that need Django."""
+"""Modules of the names that are neither errors nor in `dblock.kinds`."""
+
+
+def _home(name: str) -> str:
+    errors = importlib.import_module("dblock.core.errors")
+    return _HOMES.get(name) or ("dblock.core.errors" if hasattr(errors, name) else "dblock.kinds")
 
 
 if not TYPE_CHECKING:  # a type checker is to know every name
@@ -176,7 +154,7 @@ if not TYPE_CHECKING:  # a type checker is to know every name
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            home = importlib.import_module(_HOMES.get(name, "dblock.core.errors"))
+            home = importlib.import_module(_home(name))
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
                 raise
@@ -189,11 +167,11 @@ if not TYPE_CHECKING:  # a type checker is to know every name
 
 def __dir__() -> list[str]:
     """The names that `__getattr__` can resolve now, since inspect.getmembers(), freezegun and others read them all."""
-    return sorted({*globals(), *(name for name in __all__ if _resolvable(_HOMES.get(name, "")))})
+    return sorted({*globals(), *(name for name in __all__ if _resolvable(_home(name)))})
 
 
 def _resolvable(home: str) -> bool:
     if home == "dblock.fences":  # a model, which Django refuses to define before its apps are loaded
         registry = sys.modules.get("django.apps")
         return registry is not None and bool(registry.apps.apps_ready)
-    return home not in _DJANGO or importlib.util.find_spec("django") is not None
+    return home.startswith(("dblock.core.", "dblock.majority.")) or importlib.util.find_spec("django") is not None

@@ -18,14 +18,14 @@ from django.contrib import admin
 from django.contrib.admin.utils import flatten, unquote
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import connections
 from django.db.models import (
     Case,
     Count,
     Exists,
     F,
+    Field,
     FloatField,
-    Func,
     OuterRef,
     Q,
     QuerySet,
@@ -34,6 +34,7 @@ from django.db.models import (
     When,
 )
 from django.db.models.constants import LOOKUP_SEP
+from django.db.models.expressions import RawSQL
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
@@ -46,6 +47,7 @@ from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END
+from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
@@ -58,37 +60,15 @@ from dblock.place import default_alias
 from dblock.store import store_for
 
 
-class DatabaseClock(Func):
-    """The current time of the clock that leases are judged by, whatever the session's time zone."""
-
-    arity = 0
-    output_field = MomentField()
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
-        return vocabulary(connection.vendor).now.replace("%", "%%"), []
+def _by_clock(told: Callable[[Vocabulary], str], kind: Field[Any, Any]) -> RawSQL:
+    """What the clock says that leases are judged by, whatever the session's time zone."""
+    sql = told(vocabulary(connections[default_alias()].vendor))
+    return RawSQL(sql.replace("%", "%%"), [], kind)  # noqa: S611 - it has no values
 
 
-class _Seconds(Func):
-    """Seconds until a time, or since one, by the clock that leases are judged by."""
-
-    arity = 1
-    output_field = FloatField()
-    words = "until"
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
-        column, parameters = compiler.compile(self.get_source_expressions()[0])
-        sql: str = getattr(vocabulary(connection.vendor), self.words)(column)
-        return sql.replace("%", "%%"), parameters
-
-
-class SecondsUntil(_Seconds):
-    """Seconds until a time."""
-
-
-class SecondsSince(_Seconds):
-    """Seconds since a time."""
-
-    words = "since"
+def _now() -> RawSQL:
+    """The current time."""
+    return _by_clock(lambda words: words.now, MomentField())
 
 
 _LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
@@ -199,7 +179,7 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
 def _waiters() -> QuerySet[Waiter]:
     """The live waiters of the current row's key."""
     return Waiter.objects.filter(
-        lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=DatabaseClock()
+        lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=_now()
     )
 
 
@@ -207,7 +187,7 @@ def _shared(keys: list[str]) -> set[str]:
     """Those of the keys that readers hold, or of which permits are in use."""
     # In a correlated subquery the bounds would be no constants, and each database would read the whole table.
     shares = Q(*(Q(lock_key__gt=key + SHARE, lock_key__lt=key + END) for key in keys), _connector=Q.OR)
-    rows = Lock.objects.using(default_alias()).annotate(clock=DatabaseClock()).filter(_LIVING, shares)
+    rows = Lock.objects.using(default_alias()).annotate(clock=_now()).filter(_LIVING, shares)
     return {share.partition(SHARE)[0] for share in rows.values_list("lock_key", flat=True)[:MANY]} if keys else set()
 
 
@@ -305,9 +285,10 @@ class LockAdmin(Inspector):
         return rows.annotate(waiting=Coalesce(Subquery(count), 0))
 
     def rows(self) -> QuerySet[Lock]:
-        rows = Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
-        rows = rows.alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
-        return rows.annotate(read=READ)
+        rows = Lock.objects.using(default_alias()).annotate(clock=_now())
+        left = _by_clock(lambda words: words.until("expires_at"), FloatField())
+        age = _by_clock(lambda words: words.since("acquired_at"), FloatField())
+        return rows.alias(left=left, age=age).annotate(read=READ)
 
     def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
         waits = _state(row) == "waiting"

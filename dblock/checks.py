@@ -54,30 +54,24 @@ from dblock.core.validation import valid_reaping, valid_retention, valid_ttl
 Found = Iterator[CheckMessage]
 
 
-def _check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
-    """Register a function as a system check, which Django gives arguments that only those of databases want."""
+def _check(
+    *tags: str, locks: bool = False, **options: Any
+) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
+    """Register a function as a system check.
+
+    With `locks` it gets the connection where the locks live, and is not called if the settings do not say so.
+    """
 
     def registered(look: Callable[..., Found]) -> Callable[..., list[CheckMessage]]:
         def check(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> list[CheckMessage]:
-            return list(look(databases or ()) if "database" in tags else look())
+            if not locks:
+                return list(look())
+            connection = _locks_connection()
+            asked = connection is not None and ("database" not in tags or connection.alias in (databases or ()))
+            return list(look(connection)) if asked else []
 
         made: Callable[..., list[CheckMessage]] = register("dblock", *tags, **options)(check)
         return made
-
-    return registered
-
-
-def _locks_check(*tags: str, **options: Any) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
-    """The same for a function of the connection where the locks live; nothing if the settings do not say so."""
-
-    def registered(look: Callable[[BaseDatabaseWrapper], Found]) -> Callable[..., list[CheckMessage]]:
-        @_check(*tags, **options)
-        def check(*databases: Collection[str]) -> Found:
-            connection = _locks_connection()
-            if connection is not None and all(connection.alias in each for each in databases):
-                yield from look(connection)
-
-        return check
 
     return registered
 
@@ -127,7 +121,7 @@ def check_settings() -> Found:
         yield Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004")
 
 
-@_locks_check()
+@_check(locks=True)
 def check_schema(connection: BaseDatabaseWrapper) -> Found:
     """E006: a schema where there are none."""
     with contextlib.suppress(ImproperlyConfigured):  # E002
@@ -152,7 +146,9 @@ def check_transactions() -> Found:
                 "Documentation: Transactions.",
                 id="dblock.W002",
             )
-        if told["ATOMIC_REQUESTS"] and _keeps_snapshots(connections[alias]):
+        level = str(told["OPTIONS"].get("isolation_level")).lower()
+        # A transaction may overwrite what it does not see. PostgreSQL refuses that.
+        if told["ATOMIC_REQUESTS"] and connections[alias].vendor == "mysql" and level == "repeatable read":
             yield Warning(
                 f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under "
                 "its isolation level that may not see what the lock's holder before has written.",
@@ -162,16 +158,10 @@ def check_transactions() -> Found:
             )
 
 
-def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction may overwrite what it does not see. PostgreSQL refuses that."""
-    level = connection.settings_dict["OPTIONS"].get("isolation_level")
-    return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
-
-
-@_locks_check()
+@_check(locks=True)
 def check_writable(connection: BaseDatabaseWrapper) -> Found:
     """E007: sessions of the locks' database that may only read."""
-    if _READ_ONLY[connection.vendor](connection.settings_dict):
+    if _READ_ONLY.search("{NAME}\n{OPTIONS}".format_map(connection.settings_dict)):
         text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
         hint = (
             "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. Documentation: Databases."
@@ -179,30 +169,12 @@ def check_writable(connection: BaseDatabaseWrapper) -> Found:
         yield Error(text, hint=hint, id="dblock.E007")
 
 
-def _reads_postgresql(settings: dict[str, Any]) -> bool:
-    given = re.findall(r"default_transaction_read_only\s*=\s*'?(\w+)", str(settings["OPTIONS"].get("options", "")))
-    return (bool(given) and given[-1].lower() in _TRUE) or settings["OPTIONS"].get("target_session_attrs") in {
-        "read-only",
-        "standby",
-    }
-
-
-def _reads_mysql(settings: dict[str, Any]) -> bool:
-    command = str(settings["OPTIONS"].get("init_command", "")).lower()
-    given = re.findall(r"\b(?:transaction|tx)_read_only\s*=\s*'?(\w+)", command)
-    return bool(given and given[-1] in _TRUE) or bool(re.search(r"\bsession transaction\b[^;]*\bread only\b", command))
-
-
-def _reads_sqlite(settings: dict[str, Any]) -> bool:
-    return bool(re.match(r"file:.*[?&](mode=ro|immutable=1)(&|$)", str(settings["NAME"])))
-
-
-_TRUE = frozenset({"on", "true", "yes", "1", "t", "y"})
-_READ_ONLY: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "postgresql": _reads_postgresql,
-    "mysql": _reads_mysql,
-    "sqlite": _reads_sqlite,
-}
+_READ_ONLY = re.compile(
+    r"read_only\s*=\s*'?(on|true|yes|1|t|y)\b(?!.*read_only)|\bsession transaction\b[^;]*\bread only\b"
+    r"|'target_session_attrs': '(read-only|standby)'|^file:.*[?&](mode=ro|immutable=1)(&|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""The ways in which `NAME` and `OPTIONS` ask each database for that; of several values of a setting the last counts."""
 
 
 def _locks_connection() -> BaseDatabaseWrapper | None:
@@ -217,7 +189,7 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
     return connection if connection.vendor in DIALECTS else None
 
 
-@_locks_check()
+@_check(locks=True)
 def check_quarantine(connection: BaseDatabaseWrapper) -> Found:
     """W011: leases that outlast the quarantine after a failover."""
     with contextlib.suppress(TypeError, ValueError):  # E002
@@ -248,14 +220,14 @@ def check_reaping() -> Found:
     if conf.settings().REAP_EVERY is None and not _is_reaped():
         text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
         hint = (
-            "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
-            "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. "
+            "Add dblock.celery.beat_schedule() to Celery's; or set DBLOCK['REAP_EVERY']; or have dblock.reap() called "
+            "by cron, and silence this. "
             "Documentation: Commands and the admin."
         )
         yield Warning(text, hint=hint, id="dblock.W005")
 
 
-@_locks_check(deploy=True)
+@_check(locks=True, deploy=True)
 def check_deployment(connection: BaseDatabaseWrapper) -> Found:
     """What is fine in development only: W006 a pooler and LISTEN, W008 locks in memory, W009 an implausible ttl."""
     pooled = connection.vendor == "postgresql" and connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
@@ -309,7 +281,7 @@ def _is_reaped() -> bool:
     return False
 
 
-@_locks_check("database")
+@_check("database", locks=True)
 def check_databases(connection: BaseDatabaseWrapper) -> Found:
     """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
 
@@ -366,7 +338,8 @@ def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
             f"The table `{Lock._meta.db_table}` in database {connection.alias!r} was made by another program than "
             "migrate, which will say that it exists already."
         )
-        hint = f"Run `manage.py migrate dblock{_other(connection)} --fake-initial` first. Documentation: Databases."
+        other = "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"
+        hint = f"Run `manage.py migrate dblock{other} --fake-initial` first. Documentation: Databases."
         found.append(Warning(text, hint=hint, id="dblock.W010"))
     return found
 
@@ -392,7 +365,3 @@ def _would_make_anew(model: type[Model], connection: BaseDatabaseWrapper) -> boo
     if label in settings.MIGRATION_MODULES or not router.allow_migrate_model(connection.alias, model):
         return False
     return (label, "0001_initial") not in MigrationRecorder(connection).applied_migrations()
-
-
-def _other(connection: BaseDatabaseWrapper) -> str:
-    return "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.util
 import io
 import logging
@@ -114,12 +113,6 @@ def ended(verb: Callable[[], int]) -> int:
     except BrokenPipeError:  # `dblock ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        complain(f"nothing more can be written: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     return status
 
 

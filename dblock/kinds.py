@@ -23,9 +23,9 @@ from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
-from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
+from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention, valid_timeout
-from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
+from dblock.core.values import Seconds, key_of_share
 from dblock.guarded import NO_BEGIN, Atomic
 from dblock.place import Both, Lock, Options, Twins, default_alias
 from dblock.store import DjangoStore, known_stores, store_for
@@ -49,28 +49,8 @@ class WriteLock(Writes, Lock):
         await self._adrive(downgrade(self))
 
 
-class ReadWriteLock(NoLock):
+class ReadWriteLock(NoLock[ReadLock, WriteLock]):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
-
-    def __init__(self, key: str, options: dict[str, Any]) -> None:
-        self._key, self._options = key, options
-        _ = self.write()  # bad options are refused here
-
-    @property
-    def key(self) -> str:
-        """The key of the lock."""
-        return self._key
-
-    def read(self) -> ReadLock:
-        """A lock to read under: held beside other readers, and beside no writer."""
-        return ReadLock(self._key, **self._options)
-
-    def write(self) -> WriteLock:
-        """A lock to write under: held alone."""
-        return WriteLock(self._key, **self._options)
-
-    def __repr__(self) -> str:
-        return f"<ReadWriteLock {self._key!r}>"
 
 
 class DbLock:
@@ -135,18 +115,8 @@ class DbLock:
 
     def _attaching(self, text: str, options: Options) -> tuple[Lock, Steps[Lock]]:
         token = valid_token(text)
-        merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
-        lock: Lock = self._of(token, merged) if token.kind else self(token.tenure.key, **merged)
+        lock: Lock = entering.lock_of(token, options, self, db_rwlock, db_semaphore)
         return lock, entering.attach(lock, token)
-
-    def _of(self, token: Token, options: Options) -> Lock:
-        """The lock of a reader, of a writer or of a permit."""
-        key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
-        if slot is not None:
-            permit: Lock = db_semaphore(key, slot + 1, **options).permit()
-            return permit
-        rw = db_rwlock(key, **options)
-        return rw.read() if SHARE in token.tenure.key else rw.write()
 
 
 db_lock = DbLock()
@@ -170,7 +140,7 @@ def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
         WrongKind: by acquire(): the key is that of a plain lock or of a semaphore.
     """
     refuse_several(options.get("using"), "db_rwlock")
-    return ReadWriteLock(key, {**options})
+    return ReadWriteLock(key, partial(ReadLock, key, **options), partial(WriteLock, key, **options))
 
 
 class Locks(Twins, SyncLocks):
@@ -217,29 +187,21 @@ class Permit(IsPermit, Lock):
     """A permit of a semaphore: a lock, with a `slot`."""
 
 
-class Semaphore(Both, SyncSemaphore):
+class Semaphore(Both, SyncSemaphore[Permit]):
     """A semaphore over a database of Django's; made by `db_semaphore`.
 
     Use it as `with` or `async with`, which give the permit; as a decorator of `def` and `async def`; or through its
     methods, each of which has an asynchronous twin that begins with an `a`.
     """
 
-    if TYPE_CHECKING:
-
-        @property
-        def held(self) -> list[Permit]: ...
-
-        def permit(self) -> Permit: ...
-
-        def __enter__(self) -> Permit: ...
-
-        async def __aenter__(self) -> Permit: ...
-
     aacquire = AsyncSemaphore.acquire
     arelease = AsyncSemaphore.release
     aavailable = AsyncSemaphore.available
     aholders = AsyncSemaphore.holders
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+
+        async def __aenter__(self) -> Permit: ...
+    else:
         __aenter__ = AsyncSemaphore.__aenter__
 
 

@@ -62,17 +62,9 @@ class DjangoPlace(Place):
         """That of the alias."""
         return store_for(self.using)
 
-    def ttl(self) -> float:
-        """By the settings."""
-        return conf.ttl()
-
-    def timeout(self) -> float | None:
-        """By the settings."""
-        return conf.timeout()
-
-    def slow_wait(self) -> float:
-        """By the settings."""
-        return conf.slow_wait()
+    ttl = staticmethod(conf.ttl)
+    timeout = staticmethod(conf.timeout)
+    slow_wait = staticmethod(conf.slow_wait)
 
     def refuse_to_block(self) -> None:
         """Raise SynchronousOnlyOperation in code that awaits."""

@@ -40,7 +40,7 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
         ValueError: as `db_lock`, and for a database that is given twice.
-        QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
+        QuorumUnavailable: by acquire, extend, verify, owned and locked: fewer than a majority could be asked.
     """
     if isinstance(using, str):
         raise TypeError(f"using is a list of aliases, not {using!r}")

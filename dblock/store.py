@@ -30,12 +30,11 @@ from dblock.core.errors import (
     UnsupportedDatabase,
 )
 from dblock.core.lock.executor import BaseStore
-from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.drivers.listening import Psycopg2Subscription, PsycopgSubscription
+from dblock.core.statements.base import Cursor, perform
+from dblock.drivers.listening import PsycopgSubscription, subscribed
 from dblock.drivers.literals import inlined
 from dblock.drivers.tried import refuse_untried
 from dblock.operating import pins  # noqa: F401 - sets the core's hook
@@ -81,10 +80,6 @@ class DjangoStore(BaseStore):
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"
         if not apps.is_installed("dblock"):
             self._create_table = f"add 'dblock' to INSTALLED_APPS and {self._create_table}"
-        if tables != Tables():
-            self._create_table += "; if that was done under other names (TABLE_PREFIX, SCHEMA), rename the tables"
-        if vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
-            self._create_table += "; each thread has a database in memory of its own"
         pool = DjangoPool(alias)
         self._source: DjangoPool | DjangoSQLite = pool
         if vendor == "sqlite":
@@ -125,22 +120,7 @@ class DjangoStore(BaseStore):
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
             return None
-        connection = self._source.open_apart()
-        close = partial(self._source.close, connection, broken=True)
-        try:
-            if self.database.dialect.sleep_until_killed is not None:
-                return open_listener(self, connection, close, channel, wakeups)
-            if connection.direct:
-                make: Any = PsycopgSubscription if hasattr(connection.raw, "pgconn") else Psycopg2Subscription
-                begin: Callable[[], Subscription] = partial(
-                    make, connection.raw, channel, partial(self._source.ask, connection), close
-                )
-                return runtime.current.deadlines.bound(connection, begin)
-        except BaseException:
-            close()
-            raise
-        close()
-        return None
+        return subscribed(self, self._source, PsycopgSubscription, channel, wakeups)
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""

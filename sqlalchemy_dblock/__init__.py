@@ -122,48 +122,25 @@ __all__ = [
     "release_all",
 ]
 
-
 _HOMES = {
-    name: home
-    for home, names in {
-        "sqlalchemy_dblock.kinds": (
-            "AsyncLocks",
-            "AsyncPermit",
-            "AsyncReadLock",
-            "AsyncWriteLock",
-            "Locks",
-            "Permit",
-            "ReadLock",
-            "WriteLock",
-            "attach",
-            "check_sequencer",
-            "db_leader",
-            "db_lock",
-            "db_locks",
-            "db_rwlock",
-            "db_semaphore",
-            "reap",
-            "release_all",
-        ),
-        "sqlalchemy_dblock.place": ("AsyncLock", "Lock"),
-        "sqlalchemy_dblock.table": ("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"),
-        "sqlalchemy_dblock.quorum": ("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"),
-        "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
-        "sqlalchemy_dblock.creating": ("create_tables",),
-        "dblock.majority.protocol": ("QuorumUnavailable",),
-        "dblock.core.observing.observers": ("observe",),
-    }.items()
-    for name in names
+    **dict.fromkeys(("AsyncLock", "Lock"), "sqlalchemy_dblock.place"),
+    **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
+    **dict.fromkeys(("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"), "sqlalchemy_dblock.quorum"),
+    **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
+    "create_tables": "sqlalchemy_dblock.creating",
+    "QuorumUnavailable": "dblock.majority.protocol",
+    "observe": "dblock.core.observing.observers",
 }
-"""Modules that are loaded when one of their names is used."""
+"""Modules that are loaded when one of their names is used; all other names are in `sqlalchemy_dblock.kinds`."""
 
 
 if not TYPE_CHECKING:  # type checkers see every name
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        home = importlib.import_module(_HOMES.get(name, "sqlalchemy_dblock.kinds"))
+        value = globals()[name] = getattr(home, name)
         return value
 
 

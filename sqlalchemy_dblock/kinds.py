@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 
@@ -25,9 +25,9 @@ from dblock.core.options import explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
-from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
+from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_key, valid_retention, valid_timeout
-from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
+from dblock.core.values import Seconds, key_of_share
 from sqlalchemy_dblock.place import AsyncBegins, AsyncLock, Begins, Lock, Options, sync_engine
 from sqlalchemy_dblock.store import store_for
 
@@ -67,32 +67,8 @@ class AsyncWriteLock(Writes, AsyncLock):
         await self._adrive(downgrade(self))
 
 
-class ReadWriteLock(NoLock, Generic[R, W]):
+class ReadWriteLock(NoLock[R, W]):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
-
-    def __init__(self, engine: Engine, key: str, reads: type[R], writes: type[W], options: dict[str, Any]) -> None:
-        self._engine, self._key, self._options = engine, key, options
-        self._reads: Any = reads
-        self._writes: Any = writes
-        _ = self.write()  # bad options are refused here
-
-    @property
-    def key(self) -> str:
-        """The key of the lock."""
-        return self._key
-
-    def read(self) -> R:
-        """A lock to read under: held beside other readers, and beside no writer."""
-        lock: R = self._reads(self._engine, self._key, **self._options)
-        return lock
-
-    def write(self) -> W:
-        """A lock to write under: held alone."""
-        lock: W = self._writes(self._engine, self._key, **self._options)
-        return lock
-
-    def __repr__(self) -> str:
-        return f"<ReadWriteLock {self._key!r}>"
 
 
 @overload
@@ -148,22 +124,11 @@ def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options])
     """
     known = valid_token(token)
     del token  # an error report may show the locals
-    merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
-    lock = _of(engine, known, merged) if known.kind else db_lock(engine, known.tenure.key, **merged)
+    kinds: tuple[Any, ...] = (db_lock, db_rwlock, db_semaphore)
+    lock: Lock | AsyncLock = entering.lock_of(known, options, *(partial(kind, engine) for kind in kinds))
     if isinstance(lock, Lock):
         return lock._drive(entering.attach(lock, known))
     return Attaching(lock, lock._adrive(entering.attach(lock, known)))
-
-
-def _of(engine: Any, token: Token, options: Options) -> Lock | AsyncLock:
-    """The lock of a reader, of a writer or of a permit."""
-    key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
-    if slot is not None:
-        permit: Lock | AsyncLock = db_semaphore(engine, key, slot + 1, **options).permit()
-        return permit
-    rw: Any = db_rwlock(engine, key, **options)
-    lock: Lock | AsyncLock = rw.read() if SHARE in token.tenure.key else rw.write()
-    return lock
 
 
 @overload
@@ -192,9 +157,8 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
     """
     refuse_several(engine, "db_rwlock")
     inner = sync_engine(engine)
-    if inner is engine:
-        return ReadWriteLock(inner, key, ReadLock, WriteLock, options)
-    return ReadWriteLock(inner, key, AsyncReadLock, AsyncWriteLock, options)
+    reads, writes = (ReadLock, WriteLock) if inner is engine else (AsyncReadLock, AsyncWriteLock)
+    return ReadWriteLock(key, partial(reads, inner, key, **options), partial(writes, inner, key, **options))
 
 
 class Locks(Begins, SyncLocks):
@@ -263,30 +227,12 @@ class AsyncPermit(IsPermit, AsyncLock):
     """A permit of a semaphore over an AsyncEngine: a lock, with a `slot`."""
 
 
-class Semaphore(SyncSemaphore):
+class Semaphore(SyncSemaphore[Permit]):
     """A semaphore over the database of an Engine; made by `db_semaphore`."""
 
-    if TYPE_CHECKING:
 
-        @property
-        def held(self) -> list[Permit]: ...
-
-        def permit(self) -> Permit: ...
-
-        def __enter__(self) -> Permit: ...
-
-
-class AsyncSemaphore(CoreAsyncSemaphore):
+class AsyncSemaphore(CoreAsyncSemaphore[AsyncPermit]):
     """A semaphore over the database of an AsyncEngine, with coroutines for methods; made by `db_semaphore`."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def held(self) -> list[AsyncPermit]: ...
-
-        def permit(self) -> AsyncPermit: ...
-
-        async def __aenter__(self) -> AsyncPermit: ...
 
 
 @overload

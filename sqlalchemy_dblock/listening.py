@@ -9,17 +9,14 @@ from typing import Any
 from sqlalchemy.util import await_only
 
 from dblock.core.protocol.store import Subscription
-from dblock.drivers.listening import Notifications, Psycopg2Subscription, PsycopgSubscription, begin
+from dblock.drivers.listening import Ask, Close, Notifications, PsycopgSubscription, begin
 
 
 class AsyncPsycopgSubscription:
     """Receives the messages of one channel, on psycopg's AsyncConnection."""
 
-    def __init__(
-        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
-    ) -> None:
-        self._connection = connection
-        self.ask, self._close = ask, close
+    def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
+        self._connection, self.ask, self.close = connection, ask, close
         self._notifications = Notifications(connection)
         await_only(connection.execute(begin(channel)))
 
@@ -43,10 +40,6 @@ class AsyncPsycopgSubscription:
             _ = loop.remove_reader(descriptor)
         return self._notifications.read()
 
-    def close(self) -> None:
-        """Stop listening."""
-        _ = self._close()
-
 
 def _end(readable: asyncio.Future[None]) -> None:
     if not readable.done():
@@ -56,11 +49,8 @@ def _end(readable: asyncio.Future[None]) -> None:
 class AsyncpgSubscription:
     """Receives the messages of one channel, on asyncpg's connection."""
 
-    def __init__(
-        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
-    ) -> None:
-        self._connection = connection
-        self.ask, self._close = ask, close
+    def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
+        self._connection, self.ask, self.close = connection, ask, close
         self._heard: list[str] = []
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
@@ -86,16 +76,10 @@ class AsyncpgSubscription:
         heard, self._heard = self._heard, []
         return heard
 
-    def close(self) -> None:
-        """Stop listening."""
-        _ = self._close()
 
-
-SUBSCRIPTIONS: dict[
-    tuple[str, bool], Callable[[Any, str, Callable[[float], None], Callable[[], object]], Subscription]
-] = {
+SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Ask, Close], Subscription]] = {
     ("psycopg", False): PsycopgSubscription,
-    ("psycopg2", False): Psycopg2Subscription,
+    ("psycopg2", False): PsycopgSubscription,
     ("psycopg", True): AsyncPsycopgSubscription,
     ("asyncpg", True): AsyncpgSubscription,
 }

@@ -46,7 +46,7 @@ def db_quorum_lock(engines: Any, key: str, **options: Any) -> Any:  # noqa: D417
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
         ValueError: as `db_lock`, and for a database that is given twice.
-        QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
+        QuorumUnavailable: by acquire, extend, verify, owned and locked: fewer than a majority could be asked.
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         raise TypeError(f"db_quorum_lock() takes a list of engines, not {engines!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from sqlalchemy import URL, Engine, exc
@@ -18,7 +17,6 @@ from dblock.core import runtime
 from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.executor import BaseStore
-from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -29,6 +27,7 @@ from dblock.core.validation import valid_history, valid_quarantine, valid_reapin
 from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
+from dblock.drivers.listening import subscribed
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 from sqlalchemy_dblock.listening import SUBSCRIPTIONS
 
@@ -123,25 +122,11 @@ class EngineStore(BaseStore):
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
-        make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
+        make: Any = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
         by_kill_query = self.database.dialect.sleep_until_killed is not None
         if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
             return None
-        connection = self._source.open_apart()
-        close = partial(self._source.close, connection, broken=True)
-        try:
-            if make is None:
-                return open_listener(self, connection, close, channel, wakeups)
-            if connection.direct:
-                driver = connection.raw.driver_connection if self.asynchronous else connection.raw
-                ask = partial(self._source.ask, connection)
-                begin = partial(make, driver, channel, ask, close)
-                return runtime.current.deadlines.bound(connection, begin)
-        except BaseException:
-            close()
-            raise
-        close()
-        return None
+        return subscribed(self, self._source, make, channel, wakeups)
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run a function in a thread, or in a task of the running event loop."""

@@ -80,6 +80,13 @@ def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
     return made
 
 
+def _whose() -> list[Column[Any]]:
+    """Whose row it is."""
+    names = ("label", "host", "thread", "program", "celery_task_id")
+    texts: list[Column[Any]] = [Column(name, _exact(255), nullable=False) for name in names]
+    return [*texts[:2], Column("pid", Integer, nullable=False), *texts[2:]]
+
+
 def _add_locks(made: MetaData, prefix: str) -> None:
     _ = Table(
         f"{prefix}locks",
@@ -91,12 +98,7 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("ttl", _seconds, nullable=False),
         Column("acquired_at", _moment, nullable=False),
         Column("expires_at", _moment, nullable=False),
-        Column("label", _exact(255), nullable=False),
-        Column("host", _exact(255), nullable=False),
-        Column("pid", Integer, nullable=False),
-        Column("thread", _exact(255), nullable=False),
-        Column("program", _exact(255), nullable=False),
-        Column("celery_task_id", _exact(255), nullable=False),
+        *_whose(),
         Column("last_ticket", BigInteger, nullable=False, server_default=text("0")),
         Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
         Column("revoked_fence", BigInteger, nullable=False, server_default=text("0")),
@@ -121,12 +123,7 @@ def _add_lock_waiters(made: MetaData, prefix: str) -> None:
         Column("lock_key", _exact(255), nullable=False),
         Column("ticket", BigInteger, nullable=False),
         Column("ttl", _seconds, nullable=False),
-        Column("label", _exact(255), nullable=False),
-        Column("host", _exact(255), nullable=False),
-        Column("pid", Integer, nullable=False),
-        Column("thread", _exact(255), nullable=False),
-        Column("program", _exact(255), nullable=False),
-        Column("celery_task_id", _exact(255), nullable=False),
+        *_whose(),
         Column("channel", _exact(63), nullable=False),
         Column("circle", _exact(64), nullable=False, server_default=""),
         Column("reading", Integer, nullable=False, server_default=text("0")),
@@ -148,12 +145,7 @@ def _add_lock_events(made: MetaData, prefix: str) -> None:
         Column("fence", BigInteger, nullable=False),
         Column("seconds", _seconds, nullable=False),
         Column("detail", _exact(255), nullable=False),
-        Column("label", _exact(255), nullable=False),
-        Column("host", _exact(255), nullable=False),
-        Column("pid", Integer, nullable=False),
-        Column("thread", _exact(255), nullable=False),
-        Column("program", _exact(255), nullable=False),
-        Column("celery_task_id", _exact(255), nullable=False),
+        *_whose(),
         Column("happened_at", _moment, nullable=False),
         Index(f"{prefix}lock_events_of_key", "lock_key", "id"),
         sqlite_autoincrement=True,

@@ -67,6 +67,7 @@ class Tenures:
         """A forked child holds nothing of its parent's."""
         self._mutex = threading.RLock()  # a signal handler may take a lock
         self._open: dict[tuple[str, str, int], int] = {}
+        """How many by database, key and fence: readers or permits of one key may have the same one."""
 
     def begun(self, event: Event) -> None:
         """A flow has it."""

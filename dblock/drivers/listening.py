@@ -1,11 +1,24 @@
-"""LISTEN on a connection of psycopg, or psycopg2, that is used for nothing else."""
+"""Listening on a connection that is used for nothing else; by LISTEN on one of psycopg, or psycopg2."""
 
 from __future__ import annotations
 
 import selectors
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from dblock.core import runtime
+from dblock.core.connections.pool import AutocommitPool
+from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.kill_query_listener import open_listener
+from dblock.core.protocol.store import Subscription
+from dblock.core.wakeup.registry import Wakeups
+
+Ask = Callable[[float], None]
+"""Probes the server; raises unless it answers by that local time."""
+Close = Callable[[], None]
+"""Closes the connection."""
 
 
 def begin(channel: str) -> str:
@@ -53,20 +66,41 @@ def _encoding(server: bytes) -> str:
     return "utf-8" if name == "ascii" else name
 
 
+class Psycopg2Notifications:
+    """The notifications of a psycopg2 connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def heard(self) -> list[str]:
+        """Messages that have been read already."""
+        heard = [message.payload for message in self._connection.notifies]
+        self._connection.notifies.clear()
+        return heard
+
+    def read(self) -> list[str]:
+        """Messages that can be read now; raises when the connection has broken."""
+        self._connection.poll()
+        return self.heard()
+
+
 class PsycopgSubscription:
-    """Receives the messages of one channel, on psycopg's libpq layer.
+    """Receives the messages of one channel, on psycopg's libpq layer or on a connection of psycopg2.
 
     `Connection.notifies()` checks for Ctrl-C ten times a second, and sets itself up anew for each message; this wakes
     only for messages, and sooner.
     """
 
-    def __init__(
-        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
-    ) -> None:
-        self._connection = connection
-        self.ask, self._close = ask, close
-        self._notifications = Notifications(connection)
-        connection.execute(begin(channel))
+    def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
+        self._connection, self.ask, self._close = connection, ask, close
+        self._notifications: Notifications | Psycopg2Notifications
+        with connection.cursor() as cursor:
+            if hasattr(connection, "pgconn"):
+                self._notifications = Notifications(connection)
+                cursor.execute(begin(channel))
+            else:
+                self._notifications = Psycopg2Notifications(connection)
+                cursor.execute(f"LISTEN {channel}")
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
@@ -80,32 +114,28 @@ class PsycopgSubscription:
     def close(self) -> None:
         """Stop listening."""
         self._selector.close()
-        _ = self._close()
+        self._close()
 
 
-class Psycopg2Subscription:
-    """Receives the messages of one channel, on a connection of psycopg2."""
-
-    def __init__(
-        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
-    ) -> None:
-        self._connection = connection
-        self.ask, self._close = ask, close
-        with connection.cursor() as cursor:
-            cursor.execute(f"LISTEN {channel}")
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(connection.fileno(), selectors.EVENT_READ)
-
-    def listen(self, seconds: float) -> Sequence[str]:
-        """The messages that come within so many seconds, as soon as there is one."""
-        notifies = self._connection.notifies  # messages that came with an answer
-        if not notifies and self._selector.select(seconds):
-            self._connection.poll()  # raises when the connection has broken
-        heard = [message.payload for message in notifies]
-        notifies.clear()
-        return heard
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._selector.close()
-        _ = self._close()
+def subscribed(
+    store: BaseStore,
+    pool: AutocommitPool,
+    make: Callable[[Any, str, Ask, Close], Subscription],
+    channel: str,
+    wakeups: Wakeups,
+) -> Subscription | None:
+    """A listener on a connection of its own, by KILL QUERY or by `make`; None behind a pooler."""
+    connection = pool.open_apart()
+    close = partial(pool.close, connection, broken=True)
+    try:
+        if store.database.dialect.sleep_until_killed is not None:
+            return open_listener(store, connection, close, channel, wakeups)
+        if connection.direct:
+            driver = getattr(connection.raw, "driver_connection", connection.raw)
+            begun = partial(make, driver, channel, partial(pool.ask, connection), close)
+            return runtime.current.deadlines.bound(connection, begun)
+    except BaseException:
+        close()
+        raise
+    close()
+    return None

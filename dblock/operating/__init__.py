@@ -1,5 +1,5 @@
 """What operators see and do: administration, history, who pins a key, the inspector in Django's admin, the commands.
 
-Rule: `administration`, `administering`, `history`, `pins` and `statements` need the standard library and `dblock.core`
+Rule: `administration`, `history`, `pins` and `statements` need the standard library and `dblock.core`
 only. Django's are `inspector`, `timeline` and `wording`.
 """

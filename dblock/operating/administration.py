@@ -30,8 +30,8 @@ from dblock.core.protocol.store import Store
 from dblock.core.share_keys import is_internal, valid_row_key
 from dblock.core.validation import valid_text
 from dblock.core.values import QUARANTINE, SHARE, Identity, LockInfo
-from dblock.operating.administering import ask
 from dblock.operating.pins import pinned
+from dblock.operating.statements.administration import ask
 
 PAGE = 1000
 """Most rows in the answer to one statement, and most keys of one survey."""

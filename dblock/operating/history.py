@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,16 +25,14 @@ from dblock.core.log import warn
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers
 from dblock.core.protocol.drive import going_on
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.protocol.store import Store
-from dblock.operating.administering import ask
+from dblock.operating.statements.administration import ask
 
 OF_KEY: Final = 20
 """Most events of one key in one write."""
 OF_ALL: Final = 500
 """Most events of all keys in one write."""
-TRIM: Final = 100
-"""Most events that a process writes between two deletions of up to a thousand; or a tenth of those kept, if fewer."""
 OMITTED: Final = "omitted"
 """The kind of a row that gives the number of events of its key that its process left out before it."""
 _SECONDS: Final = {
@@ -63,8 +60,6 @@ class History:
         """The database of all these rows."""
         self._noted: dict[str, int] = {}
         """Number of events of each key, including omitted ones."""
-        self._untrimmed = random.random()  # noqa: S311 - no secret: processes that write little have their share
-        """Fraction of the interval between deletions that has been written; the next deletion is due at 1."""
         self._loop: Any = None
         """The event loop on which locks were taken last, if any."""
         self._begun: tuple[ref[Steps[None]], Any] | None = None
@@ -108,14 +103,14 @@ class History:
         where = store.location
         try:
             events = self._take(store, where)
-            if not events:
+            if not (events and (keep := store.history)):
                 return
             written = json.dumps(events, ensure_ascii=False)
-            yield from self._trim(store, where)  # a user without the right to delete must not fill the disk
+            trim: Parameters = {"keep": keep}
+            if self._failing:  # first: a user without the right to delete must not fill the disk
+                _ = yield from ask(store.database, "trim", trim, location=where)
             _ = yield from ask(store.database, "note", {"events": written}, resend=False, location=where)
-            if keep := store.history:
-                self._untrimmed += len(events) / min(keep / 10, TRIM)
-            yield from self._trim(store, where)
+            _ = yield from ask(store.database, "trim", trim, location=where)
             self._failing = False
         except Exception as error:  # noqa: BLE001 - it has no caller
             if store.location != where:
@@ -123,12 +118,6 @@ class History:
             if not self._failing:  # logged once, not each second
                 warn("could not write the history of locks: %s", error)
             self._failing = True
-
-    def _trim(self, store: Store, where: object) -> Steps[None]:
-        keep = store.history
-        if keep and self._untrimmed >= 1:  # not each time: it reads both ends of the table
-            _ = yield from ask(store.database, "trim", {"keep": keep}, location=where)
-            self._untrimmed = 0.0
 
     def _take(self, store: Store, where: object) -> list[dict[str, Any]]:
         """Take the events, if they are of the database `where`; else they are dropped."""

@@ -38,7 +38,7 @@ from dblock.operating import administration
 from dblock.operating.administration import EventInfo, WaiterInfo
 from dblock.operating.pins import pinned
 from dblock.operating.timeline import told
-from dblock.operating.wording import hidden, named, pin_told, span
+from dblock.operating.wording import named, pin_told, span
 from dblock.place import default_alias
 from dblock.store import DjangoStore, store_for
 
@@ -318,7 +318,7 @@ def pins_shown(pinned: Pinned) -> SafeString:
     """The transactions, each with the SQL that ends it; and what may not be seen of them."""
     line = '<div class="dblock-pin">{}. {} <code>{}</code></div>'
     lines = format_html_join("", line, [(pin_told(pin), _("To end it:"), printable(pin.end)) for pin in pinned.pins])
-    return format_html("{}{}", lines, hidden(pinned.hidden))
+    return format_html("{}{}", lines, pinned.hidden and _(pinned.hidden))
 
 
 def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:

@@ -75,11 +75,6 @@ def pin_told(pin: Pin) -> str:
     return printable(", ".join(filter(None, facts)))
 
 
-def hidden(words: str) -> str:
-    """What is not known of a transaction."""
-    return words and gettext(words)
-
-
 def said(word: str) -> str:
     """How something happened, or why."""
     return str(_WORDS.get(word.replace("_", " "), printable(word)))

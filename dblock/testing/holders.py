@@ -42,7 +42,7 @@ TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
 PATIENCE: Final = 5.0
 """Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
-Asked = BaseLock | BaseSemaphore | NoLock | BaseLeader
+Asked = BaseLock | BaseSemaphore[Any] | NoLock[Any, Any] | BaseLeader
 """A lock, a semaphore, a read-write lock, or a candidate."""
 
 
@@ -147,7 +147,7 @@ def busy(
     label, host = valid_text(label, "label"), valid_text(host, "host")
     if hasattr(key, "_members"):
         raise TypeError("busy() takes one key: have a busy(...) of its own for each key of db_locks() or of a majority")
-    if not isinstance(key, Asked):
+    if not isinstance(key, BaseLock | BaseSemaphore | NoLock | BaseLeader):
         return Busy(valid_key(key), _store(key, bind), seconds, label, host, lock=None)
     asked: Any = key
     lock: BaseLock = asked.write() if isinstance(key, NoLock) else asked

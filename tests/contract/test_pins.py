@@ -18,9 +18,9 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.operating import administration, pins
-from dblock.operating.administering import ask
 from dblock.operating.commands.console import lock_json
 from dblock.operating.pins import pinned
+from dblock.operating.statements.administration import ask
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SERVERS, observer, run, timed, url

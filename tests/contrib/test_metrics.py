@@ -27,7 +27,7 @@ from sqlalchemy import Engine
 
 from dblock import LockLost
 from dblock.contrib import opentelemetry, prometheus
-from dblock.contrib.counting import OTHER, Groups
+from dblock.contrib.counting import OTHER, Groups, Tenures, counted
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
 from dblock.core.lock.executor import BaseStore
@@ -177,6 +177,16 @@ def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, regi
     database = subject.lock("stock:1")._place.store().name
     for name in ("dblock_wait_seconds_count", "dblock_hold_seconds_count"):
         assert total(values, name, group="stock", database=database) == 1
+
+
+def test_permits_may_have_one_fence() -> None:
+    """As they are numbered by a clock: each is counted as held, and as released."""
+    tenures = Tenures()
+    held = 0.0
+    for kind in (Kind.ACQUIRED, Kind.ACQUIRED, Kind.RELEASED, Kind.RELEASED, Kind.LOST):
+        event = Event(kind, "a database", key="api", fence=7)
+        held += sum(amount for name, amount, _ in counted(event, tenures) if name == "held")
+    assert held == 0
 
 
 def test_it_is_instrumented_once(registry: CollectorRegistry) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -30,7 +30,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps, sleep, undone_after
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import SHARE, Grant, LockInfo, key_of_share, slot_of
 
 
 def acquire(
@@ -211,6 +211,21 @@ def enter_block(
 
 
 L = TypeVar("L", bound=BaseLock)
+
+
+def lock_of(token: Token, options: Mapping[str, Any], lock: Callable[..., Any], rwlock: Any, semaphore: Any) -> Any:
+    """The lock that a token is for, of its kind, with `ttl`, `grace` and `min_hold` of the one that was detached.
+
+    `lock`, `rwlock` and `semaphore` make those of a face.
+    """
+    options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
+    key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
+    if not token.kind:
+        return lock(key, **options)
+    if slot is not None:
+        return semaphore(key, slot + 1, **options).permit()
+    made = rwlock(key, **options)
+    return made.read() if SHARE in token.tenure.key else made.write()
 
 
 def attach(lock: L, token: Token) -> Steps[L]:

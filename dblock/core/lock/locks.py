@@ -100,6 +100,8 @@ class Operations:
         _release: Callable[..., Steps[None]]
         _extend: Callable[..., Steps[None]]
         _verify: Callable[..., Steps[bool]]
+        _owned: Callable[..., Steps[bool]]
+        _locked: Callable[..., Steps[bool]]
         _enter: Callable[..., Steps[Any]]
         _exit: Callable[..., Steps[None]]
         _holds: Callable[[], list[Hold]]
@@ -235,6 +237,7 @@ class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
     _acquire, _release, _verify = entering.acquire, leaving.release, operations.verify
+    _owned, _locked = operations.owned, operations.locked
     _enter, _exit = entering.enter, leaving.end_block
 
     def _extend(self, ttl: Seconds | None) -> Steps[None]:
@@ -275,11 +278,11 @@ class SyncLock(_OneLock, BlockingLocks):
 
     def owned(self) -> bool:
         """Whether this flow holds the lock, according to the database."""
-        return self._drive(operations.owned(self))
+        return bool(self._drive(self._owned()))
 
     def locked(self) -> bool:
         """Whether any flow of any process holds the lock."""
-        return self._drive(operations.locked(self))
+        return bool(self._drive(self._locked()))
 
     def inspect(self) -> LockInfo | None:
         """The key's row: its holder or last holder, and the times; None if there is no row."""
@@ -296,13 +299,13 @@ class AsyncLock(_OneLock, AwaitingLocks):
         """Leave the lock to the flow that attaches to the returned token."""
         return await self._adrive(leaving.detach(self))
 
-    async def owned(self: BaseLock) -> bool:
+    async def owned(self: Operations) -> bool:
         """Whether this flow holds the lock, according to the database."""
-        return await self._adrive(operations.owned(self))
+        return bool(await self._adrive(self._owned()))
 
-    async def locked(self: BaseLock) -> bool:
+    async def locked(self: Operations) -> bool:
         """Whether any flow of any process holds the lock."""
-        return await self._adrive(operations.locked(self))
+        return bool(await self._adrive(self._locked()))
 
     async def inspect(self: BaseLock) -> LockInfo | None:
         """The key's row: its holder or last holder, and the times; None if there is no row."""

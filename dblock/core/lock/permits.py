@@ -14,7 +14,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -39,12 +39,15 @@ from dblock.core.share_keys import PERMITS_MAX, valid_permits, valid_shared_key
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import Grant, KeyKind, LockInfo, slot_of
 
+P = TypeVar("P", bound="IsPermit")
+"""The permits of a face."""
+
 
 class IsPermit(BaseLock):
     """The lock on a slot of a semaphore; made by the semaphore, whose docstring says how it is used."""
 
     _kind = KeyKind.SEMAPHORE
-    _semaphore: BaseSemaphore
+    _semaphore: BaseSemaphore[Any]
     _flow: Any = None
     """Its own, whose driver is the flow that took it last, or takes it now."""
     _wanted = 1
@@ -109,7 +112,7 @@ class IsPermit(BaseLock):
         return permit
 
 
-class BaseSemaphore(Operations):
+class BaseSemaphore(Operations, Generic[P]):
     """A semaphore, apart from how its statements are run."""
 
     _locks_by = "permit()"
@@ -117,7 +120,7 @@ class BaseSemaphore(Operations):
     if not TYPE_CHECKING:  # hidden from type checkers
         atomic = begin = refuses("a semaphore guards no transaction, and each of its permits does: use .permit()")
 
-    def __init__(self, make_permit: Callable[..., Any], key: str, permits: int = 1, **options: Any) -> None:
+    def __init__(self, make_permit: Callable[..., P], key: str, permits: int = 1, **options: Any) -> None:
         """`make_permit(key, **options)` makes a permit of the face."""
         for name in ("interrupt", "reentrant"):
             if name in options:
@@ -152,13 +155,14 @@ class BaseSemaphore(Operations):
         runtime.current.wakeups.notify_all(self._plain._place.store().database)
 
     @property
-    def held(self) -> list[Any]:
+    def held(self) -> list[P]:
         """The permits that this object holds, each a lock, the oldest first."""
         return [permit for permit in self._held[:] if permit._hold_here() is not None]
 
-    def permit(self) -> Any:
+    def permit(self) -> P:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
-        permit, flow = copy.copy(self._plain), current_flow()
+        permit: P = copy.copy(self._plain)
+        flow = current_flow()
         permit._semaphore = self
         permit._flow = runtime.current.flows.of_object(flow.who["thread"], permit, flow.ref)
         return permit
@@ -237,7 +241,7 @@ class BaseSemaphore(Operations):
     def _release(self, n: int) -> Steps[None]:
         yield from release_each(self._chosen(valid_permits(n, "the number of permits")))
 
-    def _enter(self, its: Loaded) -> Steps[Any]:
+    def _enter(self, its: Loaded) -> Steps[P]:
         """Begin a `with`: its permit, which a call of a decorated function that is skipped does not hold."""
         if any(flow is current_flow().ref for flow, _, _ in self._blocks()):
             raise LockError(
@@ -297,7 +301,7 @@ class BaseSemaphore(Operations):
         return made
 
 
-class SyncSemaphore(BaseSemaphore, Blocking):
+class SyncSemaphore(BaseSemaphore[P], Blocking):
     """A semaphore whose methods block the calling thread."""
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
@@ -325,33 +329,35 @@ class SyncSemaphore(BaseSemaphore, Blocking):
         return list(self._drive(self._holders()))
 
     @block_begin
-    def __enter__(self, its: Loaded) -> Any:
-        return self._drive(self._enter(its))
+    def __enter__(self, its: Loaded) -> P:
+        permit: P = self._drive(self._enter(its))
+        return permit
 
 
-class AsyncSemaphore(BaseSemaphore, Awaiting):
+class AsyncSemaphore(BaseSemaphore[P], Awaiting):
     """A semaphore whose methods are coroutines; see SyncSemaphore for what each does.
 
     `self` may be any semaphore, so that a synchronous one can use these methods as its asynchronous twins.
     """
 
-    async def acquire(self: BaseSemaphore, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
+    async def acquire(self: BaseSemaphore[P], blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
         """Acquire `n` permits, or none; False if they were not free in time."""
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
         return bool(await self._adrive(self._acquire(n, wait)))
 
-    async def release(self: BaseSemaphore, n: int = 1) -> None:
+    async def release(self: BaseSemaphore[P], n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever task; those of this task first."""
         await self._adrive(self._release(n), undisturbed=True)
 
-    async def available(self: BaseSemaphore) -> int:
+    async def available(self: BaseSemaphore[P]) -> int:
         """The number of permits that nobody holds, according to the database."""
         return int(await self._adrive(self._available()))
 
-    async def holders(self: BaseSemaphore) -> list[LockInfo]:
+    async def holders(self: BaseSemaphore[P]) -> list[LockInfo]:
         """Who holds permits, in the order of the slots."""
         return list(await self._adrive(self._holders()))
 
     @block_begin
-    async def __aenter__(self: BaseSemaphore, its: Loaded) -> Any:
-        return await self._adrive(self._enter(its))
+    async def __aenter__(self: BaseSemaphore[P], its: Loaded) -> P:
+        permit: P = await self._adrive(self._enter(its))
+        return permit

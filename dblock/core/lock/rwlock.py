@@ -6,9 +6,10 @@ Rule: a flow that writes may read, and then holds the one tenure twice. A flow t
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -29,6 +30,9 @@ from dblock.core.values import Grant, KeyKind, LockInfo
 if TYPE_CHECKING:
     from dblock.core.lock.key_template import Template
 
+R = TypeVar("R")
+W = TypeVar("W")
+
 
 class _OfReadWriteLock(BaseLock):
     """The common base of both."""
@@ -45,11 +49,31 @@ class _OfReadWriteLock(BaseLock):
         return lock
 
 
-class NoLock:
+class NoLock(Generic[R, W]):
     """The base of both faces' `ReadWriteLock`, which is no lock itself and says so where it is used as one."""
 
     _locks_by = "read() or write()"
     """What makes its locks."""
+
+    def __init__(self, key: str, reads: Callable[[], R], writes: Callable[[], W]) -> None:
+        self._key, self._reads, self._writes = key, reads, writes
+        _ = writes()  # bad options are refused here
+
+    @property
+    def key(self) -> str:
+        """The key of the lock."""
+        return self._key
+
+    def read(self) -> R:
+        """A lock to read under: held beside other readers, and beside no writer."""
+        return self._reads()
+
+    def write(self) -> W:
+        """A lock to write under: held alone."""
+        return self._writes()
+
+    def __repr__(self) -> str:
+        return f"<ReadWriteLock {self._key!r}>"
 
     if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = __aenter__ = __aexit__ = __call__ = atomic = begin = refuses(

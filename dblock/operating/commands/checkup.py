@@ -18,7 +18,7 @@ from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
-from dblock.operating.commands.console import pins_of, span
+from dblock.operating.commands.console import span
 from dblock.operating.commands.context import Context
 from dblock.operating.statements import vocabulary
 
@@ -145,7 +145,7 @@ def probe(context: Context) -> Seen:
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
     except LockTimeout as error:
         if not _closed(context):  # else `quarantine` says so
-            pins = "; ".join(pins_of(error.pinned)) if error.pinned else ""
+            pins = "; ".join(error.pinned.told(span)) if error.pinned else ""
             why = f"it is pinned: {pins}" if pins else f"it is held by {error.holder or 'others, in turns'}"
             yield False, f"{DOCTOR!r} could not be acquired within 2 s: {why}"
 
@@ -213,7 +213,7 @@ def pinned(context: Context) -> Seen:
     for row in context.survey():
         if row.pinned:
             key, last = printable(row.info.key), f"last held by {row.info.identity}"
-            yield False, f"nobody holds {key!r}, and nobody can take it ({last}): {'; '.join(pins_of(row.pinned))}"
+            yield False, f"nobody holds {key!r}, and nobody can take it ({last}): {'; '.join(row.pinned.told(span))}"
 
 
 def old_holders(context: Context) -> Seen:

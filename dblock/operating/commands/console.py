@@ -185,8 +185,3 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
     held_for = span(info.age + min(info.remaining, 0.0))
     held_for = held_for if info.detached is None else f"detached {span(info.detached)} ago"
     return (info.key, row.state, held_for, left, waiting, str(info.identity), info.label or "-")
-
-
-def pins_of(pinned: Pinned) -> list[str]:
-    """Which transactions keep a key from being taken, and how to end them."""
-    return pinned.told(span)

@@ -27,6 +27,30 @@ command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_SEQUENCER in its environment, an
 each of several keys (one fence above them all)."""
 
 
+def _number(kind: Callable[[str], float], least: int, most: float, what: str) -> Callable[[str], float]:
+    """What reads such a number."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (number := kind(text)) <= most:
+                return number
+        raise ArgumentTypeError(f"{text!r} is no {what}")
+
+    return read
+
+
+_seconds = _number(float, 0, 1e9, "number of seconds, 0 at least")
+_count = _number(int, 1, float("inf"), "whole number, 1 at least")
+_status = _number(int, 0, 255, "exit status, 0 to 255")
+
+
+def _kill_after(text: str) -> float:
+    try:
+        return valid_span(_seconds(text), "it", "how long the command may take to end,")
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
 def add_verbs(commands: _SubParsersAction[Any]) -> None:
     """All subcommands; `verb` of the parsed options is the function."""
     listing = _add(commands, "ls", ls, "list who holds what")
@@ -127,31 +151,3 @@ def _add(
         parser.add_argument("--json", action="store_true", help="as JSON, times in seconds")
     parser.set_defaults(verb=verb)
     return parser
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < 1e9:
-            return seconds
-    raise ArgumentTypeError(f"{text!r} is no number of seconds, 0 at least")
-
-
-def _kill_after(text: str) -> float:
-    try:
-        return valid_span(_seconds(text), "it", "how long the command may take to end,")
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-
-
-def _status(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if 0 <= (status := int(text)) <= 255:
-            return status
-    raise ArgumentTypeError(f"{text!r} is no exit status, 0 to 255")
-
-
-def _count(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if (count := int(text)) >= 1:
-            return count
-    raise ArgumentTypeError(f"{text!r} is no whole number, 1 at least")

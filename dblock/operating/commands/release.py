@@ -21,7 +21,6 @@ from dblock.operating.commands.console import (
     complain,
     lock_json,
     lock_row,
-    pins_of,
     say,
     say_json,
     span,
@@ -139,7 +138,7 @@ def _warning(info: LockInfo) -> str:
 
 
 def _kept(key: str, pinned: Pinned) -> str:
-    pins = "; ".join(pins_of(pinned))
+    pins = "; ".join(pinned.told(span))
     return f"{printable(key)!r} is pinned, and nobody can take it before that transaction ends: {pins}"
 
 

@@ -26,7 +26,6 @@ from dblock.operating.commands.console import (
     happened,
     lock_json,
     lock_row,
-    pins_of,
     say,
     say_json,
     span,
@@ -62,7 +61,7 @@ def ls(context: Context, options: Namespace) -> int:
     elif found:
         say(table(HEADER, [lock_row(row) for row in found]))
         for row in found:
-            for pin in pins_of(row.pinned) if row.pinned else ():
+            for pin in row.pinned.told(span) if row.pinned else ():
                 say(printable(f"{row.info.key!r} is pinned: {pin}"))
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
@@ -81,7 +80,7 @@ def show(context: Context, options: Namespace) -> int:
     info, pinned = context.inspect(key), context.pinned(key)
     if info is None:
         complain(f"{printable(key)!r} has no row in {context.where}: nobody has held it, or it was reaped since")
-        for pin in pins_of(pinned) if pinned else ():
+        for pin in pinned.told(span) if pinned else ():
             complain(f"a transaction pins it, and keeps everybody from taking it: {pin}")
         if options.json:
             say_json(None)

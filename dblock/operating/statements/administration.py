@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dblock.core.protocol import sending
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.statements import common
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
@@ -132,3 +135,8 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
 def administration(dialect: str) -> Administration:
     """The administration's statements for a database, by its dialect's name."""
     return _statements(vocabulary(dialect))
+
+
+def ask(database: Database, name: str, parameters: Parameters, **how: Any) -> Steps[Rows]:
+    """The answer to a statement of `Administration`; `how` as for `sending.ask`."""
+    return sending.ask(database, getattr(administration(database.dialect.name), name), parameters, **how)
