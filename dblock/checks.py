@@ -220,8 +220,8 @@ def check_reaping() -> Found:
     if conf.settings().REAP_EVERY is None and not _is_reaped():
         text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
         hint = (
-            "Add dblock.celery.beat_schedule() to Celery's; or set DBLOCK['REAP_EVERY']; or have dblock.reap() called "
-            "by cron, and silence this. "
+            "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
+            "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. "
             "Documentation: Commands and the admin."
         )
         yield Warning(text, hint=hint, id="dblock.W005")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import celery
 import pytest
+from django.core.management import CommandError, call_command
 
 from dblock import db_lock
 from tests.celery.conftest import beats_site, django, python
@@ -70,24 +71,27 @@ assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, fou
 SCHEDULED = """
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
-from django_celery_beat.models import PeriodicTask
-from dblock.celery import DatabaseScheduler, beat_schedule
-from celery import Celery
-app = Celery("shop", broker="memory://")
-for every in (60, 30):
-    app.conf.beat_schedule = beat_schedule(every, using=["default"])
-    scheduler = DatabaseScheduler(app)
-    _ = scheduler.tick()
-    scheduler.close()
-task = PeriodicTask.objects.get(task="dblock.reap_expired")
-assert task.schedule.run_every.total_seconds() == 30
-assert (task.name, task.kwargs, task.enabled) == ("dblock.reap_expired", '{"using": ["default"]}', True)
-app.conf.beat_schedule = {}
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+call_command("dblock", "schedule-reaper", "--every", "60")
+call_command("dblock", "schedule-reaper", "--every", "30", "--using", "default")
+[task] = PeriodicTask.objects.all()
+assert (task.name, task.task) == ("dblock.reap_expired", "dblock.reap_expired")
+assert task.schedule.run_every.total_seconds() == task.expire_seconds == 30
+assert (task.kwargs, task.enabled) == ('{"using": ["default"]}', True)
 from django.core.checks import run_checks
 assert "dblock.W005" not in [found.id for found in run_checks(include_deployment_checks=True)]
 """
 
 
-def test_django_celery_beat_takes_the_entry_over(tmp_path: Path) -> None:
+def test_django_celery_beat_is_told_of_it(tmp_path: Path) -> None:
     """Again and again: there is one entry."""
-    _ = django(SCHEDULED, beats_site(tmp_path))
+    told = django(SCHEDULED, beats_site(tmp_path))
+    assert told.splitlines()[-1] == "django-celery-beat runs dblock.reap_expired every 30 s"
+
+
+def test_without_django_celery_beat_it_is_said_what_to_do() -> None:
+    """And what is no number of seconds."""
+    with pytest.raises(CommandError, match="CELERY_BEAT_SCHEDULE"):
+        call_command("dblock", "schedule-reaper")
+    with pytest.raises(CommandError, match="1 at least"):
+        call_command("dblock", "schedule-reaper", "--every", "0")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from typing import Any
 
+from django.apps import apps
 from django.core import checks
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -40,10 +42,20 @@ class Command(BaseCommand):
         schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
         for each in commands.choices.values():
             each.add_argument("--using", metavar="ALIAS", help="the database alias; by default that of the locks")
+        reaper = commands.add_parser(
+            "schedule-reaper",
+            help="have django-celery-beat run the task dblock.reap_expired; once more: change how often",
+        )
+        reaper.add_argument("--every", type=_seconds, default=600, metavar="SECONDS", help="600 by default")
+        reaper.add_argument("--using", action="append", metavar="ALIAS", help="reap there; may be given several times")
+        for each in commands.choices.values():
             _also_here(each)
 
     def handle(self, *_: Any, **options: Any) -> None:
         """Run it; any exit status but 0 is raised."""
+        if options["command"] == "schedule-reaper":
+            self.stdout.write(schedule_reaper(options["every"], options["using"]))
+            return
         alias = options["using"] or default_alias()
         if alias not in connections:
             raise CommandError(f"there is no database {alias!r}: DATABASES has {', '.join(sorted(connections))}")
@@ -96,6 +108,33 @@ def make_tables(alias: str) -> None:
         raise
 
 
+def schedule_reaper(every: int, using: list[str] | None) -> str:
+    """Have django-celery-beat reap; what to say about it."""
+    from dblock.celery import beat_schedule  # noqa: PLC0415 - needs Celery
+
+    if not apps.is_installed("django_celery_beat"):
+        raise CommandError(
+            "django_celery_beat is not in INSTALLED_APPS. Without it the schedule is in the settings: "
+            "CELERY_BEAT_SCHEDULE = {**dblock.celery.beat_schedule(every=600), ...}"
+        )
+    [(name, entry)] = beat_schedule(every, **({"using": using} if using else {})).items()
+    models = apps.get_app_config("django_celery_beat")
+    intervals = models.get_model("IntervalSchedule")._default_manager
+    wanted = {"every": every, "period": "seconds"}
+    interval = intervals.filter(**wanted).first() or intervals.create(**wanted)
+    others = ("crontab", "solar", "clocked")
+    told = {
+        "task": entry["task"],
+        "kwargs": json.dumps(entry["kwargs"]),
+        "interval": interval,
+        "expire_seconds": every,
+        "enabled": True,
+        **dict.fromkeys(others),
+    }
+    models.get_model("PeriodicTask")._default_manager.update_or_create(name=name, defaults=told)
+    return f"django-celery-beat runs {name} every {every} s"
+
+
 def _system_checks(alias: str) -> list[Finding]:
     """What Django's checks of this app say; where the database is away, those that do not ask it."""
     try:
@@ -106,3 +145,10 @@ def _system_checks(alias: str) -> list[Finding]:
     return [
         Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found
     ]
+
+
+def _seconds(text: str) -> int:
+    seconds = int(text)
+    if seconds < 1:
+        raise ArgumentTypeError("is a whole number of seconds, 1 at least")
+    return seconds
