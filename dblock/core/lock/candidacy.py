@@ -93,7 +93,7 @@ class Candidacy:
             hold = self.lock._hold_here()
             mine = hold and self.flow.holds.pop((hold.store, hold.key), None)  # one flow gets it
             if hold is not None and mine is not None:
-                yield from leaving.leave_entry(self.lock, Block(hold.entries[0], hold))
+                yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
         finally:
             self.flow.driver = nobody
 

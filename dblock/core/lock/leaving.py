@@ -41,6 +41,11 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
+def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
+    """Leave one entry of this flow, also if an interrupt comes; nothing happens if it was left before."""
+    return undone(partial(leave_entry, lock, block), partial(_leave_interrupted, lock, block), LockError)
+
+
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
     """Leave the block that ends: the only one of those `opened` for its end that is open, else as leave_block()."""
     opened[:] = [block for block in opened if block in lock._blocks]
