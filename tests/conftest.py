@@ -206,7 +206,7 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     state: list[MutableMapping[Any, Any]] = [wakeups._registered, wakeups._unclaimed]
     state += [keeper.places for keeper in list(watchdog._keepers.values())]
     for site in runtime.current._sites.values():
-        state += [site.local_queues, site._contended]
+        state += [site.local_queues, site._contended, site.ended]
     for each in (*state, *_kept()):
         each.clear()
     flow = current_flow()

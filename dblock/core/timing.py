@@ -60,6 +60,9 @@ class Timing(NamedTuple):
     local_handover_wait: float = 0.1
     """The first of a local queue waits for so long to be handed the key before it joins the database's queue."""
 
+    end_key_lasts: float = 60.0
+    """The row behind a key's shares is made anew after so long: it may have been reaped."""
+
     # -- distance
     near: float = 0.005
     """Longest round trip to a near database. Also the shortest time that a statement is given for its answer."""

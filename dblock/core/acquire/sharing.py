@@ -146,14 +146,14 @@ class Sharing:
 
     def _read_at_door(self) -> Steps[Grant | None]:
         """Begin a reader's tenure as the holder of the door; first, the row behind the shares is made, where needed."""
-        key, ended = self.request.key, self.site.ended
-        if self.dialect.pins_gaps and key not in ended:
+        key, ended, now = self.request.key, self.site.ended, self.database.now()
+        if self.dialect.pins_gaps and now >= ended.get(key, -math.inf):
             end = yield from self._begin(self.dialect.create, self.request._replace(key=end_key(key)), {})
             if end is not None:
                 _ = yield from tenures.end(self.database, self.dialect.release, end.tenure)
             if len(ended) >= REMEMBERED:
                 ended.clear()
-            ended.add(key)
+            ended[key] = now + self.timing.end_key_lasts
         return (yield from self._begin_read(admitted=1))
 
     def _begin_read(self, **how: Any) -> Steps[Grant | None]:

@@ -37,8 +37,8 @@ class Site:
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self.trying: dict[str, WeakKeyDictionary[Wakeup, None]] = {}
         """By key of a semaphore, the flows that try to get a permit without waiting, in the order of their coming."""
-        self.ended: set[str] = set()
-        """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
+        self.ended: dict[str, float] = {}
+        """By key of a read-write lock, until when the row behind its shares is there, where that is needed."""
         self._contended: dict[str, tuple[float, int]] = {}
         """The local time at which a key was last found contended, and its hand-overs in a row inside this machine."""
         self.sockets = sockets
