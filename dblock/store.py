@@ -29,7 +29,7 @@ from dblock.core.errors import (
     StoreUnreachable,
     UnsupportedDatabase,
 )
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for

@@ -16,7 +16,7 @@ from sqlalchemy.pool import SingletonThreadPool
 from dblock.core import runtime
 from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows

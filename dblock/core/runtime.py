@@ -27,7 +27,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, StoreBusy
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.log import warn
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -151,7 +151,7 @@ class ProcessServices(WaiterServices):
         """See WaiterServices."""
         return self._watchdog.hold_of(self._store, key) is not None
 
-    def keep(self, place: Place) -> bool:
+    def keep(self, place: QueuePlace) -> bool:
         """See WaiterServices."""
         self._watchdog.keep(self._store, self._loop, place)
         return True

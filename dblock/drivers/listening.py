@@ -10,7 +10,7 @@ from typing import Any
 
 from dblock.core import runtime
 from dblock.core.connections.pool import AutocommitPool
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.store import Subscription
 from dblock.core.wakeup.registry import Wakeups

@@ -24,8 +24,8 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.bookkeeping import find_out, site_of
-from dblock.core.lock.executor import BaseStore
 from dblock.core.lock.leading import BaseLeader
 from dblock.core.lock.permits import BaseSemaphore
 from dblock.core.lock.rwlock import NoLock

@@ -10,7 +10,7 @@ import pytest
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockTimeout
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.support.lab import until

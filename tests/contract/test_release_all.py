@@ -11,7 +11,7 @@ import pytest
 from dblock import LockLost
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreBusy, StoreConflict
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import timed
 from tests.support.lab import until

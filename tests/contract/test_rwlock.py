@@ -414,7 +414,7 @@ def test_a_guard_of_a_neighbour_keeps_no_reader_out(subject: Subject, monkeypatc
         for key in ("j", "k"):
             with rwlock(subject, key).read():
                 pass
-    behind = [key for (key,) in run(subject.database, "SELECT lock_key FROM locks") if key.endswith(END)]
+    behind = [key for (key,) in run(subject.database, "SELECT lock_key FROM locks") if str(key).endswith(END)]
     assert len(behind) == (2 if subject.database in INNODB else 0)
 
     def reads(key: str) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, make_url
 
 from dblock.celery import states
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock

@@ -30,7 +30,7 @@ from dblock.contrib import opentelemetry, prometheus
 from dblock.contrib.counting import OTHER, Groups, Tenures, counted
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute

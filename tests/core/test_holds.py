@@ -33,11 +33,11 @@ from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.lock import place as places
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.locks import SyncLock
 from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.runtime import current_flow
@@ -518,7 +518,7 @@ def test_a_re_entry_makes_the_lease_longer_only_if_no_renewal_does(
 def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
     """It was interrupted on its way out, or its event loop is closed: nobody would ever answer there."""
     watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
-    living, dead = (Place(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
+    living, dead = (QueuePlace(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
         watch.keep(store, None, place)
     watch.wake()

@@ -18,7 +18,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
@@ -35,7 +35,7 @@ HOUR = 3600.0
 class Kept(WaiterServices):
     """Places last as long as they are needed."""
 
-    def keep(self, place: Place) -> bool:
+    def keep(self, place: QueuePlace) -> bool:
         return True
 
 
@@ -266,7 +266,7 @@ def test_a_message_is_read_as_it_was_written(key: str) -> None:
 
 def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
     """A stranger's word, one about another waiter, an earlier fence, or what is no text at all."""
-    place, owner = Place("owner", 5, 100.0, 100.0, 99.0), "owner"
+    place, owner = QueuePlace("owner", 5, 100.0, 100.0, 99.0), "owner"
     short = Message("k", 5, 7, 5500, queue.proof(5, 7, 5500, owner))
     for sent, term in ((100.0, 4.5), (102.0, 2.5), (99.0, 5.0)):
         place.sent = sent
@@ -300,7 +300,7 @@ def test_what_a_waiter_was_told_is_weighed_once() -> None:
     _ = held_by(world)
     waiter = Attempt(world.site(), wish(), 9e9)
     waiter.enter(None)
-    place = Place(waiter.owner, 5, world.time - 3, world.time, world.time - 3)
+    place = QueuePlace(waiter.owner, 5, world.time - 3, world.time, world.time - 3)
     waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))
     assert play(world, waiter._grant_by_message(place), {}) is None, "too late to be believed without an accept"
     place.sent = world.time
@@ -316,7 +316,7 @@ def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None
     for owner in ("first", "second"):
         ticket = joining(world, owner)
         _ = world._announce({"key": "k", "ticket": ticket})
-        places.append(Place(owner, ticket, world.time, world.time, world.time))
+        places.append(QueuePlace(owner, ticket, world.time, world.time, world.time))
     joined = world.time
     world.time += 1.0
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})

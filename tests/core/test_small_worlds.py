@@ -16,7 +16,7 @@ from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import queue, tenures
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.values import QUARANTINE, Grant
 from tests.conftest import timed
 from tests.support import explore as explore_module
@@ -220,13 +220,13 @@ def credulous(patch: Callable[..., None]) -> None:
 
 def trusts_too_long(patch: Callable[..., None]) -> None:
     """A tenure that begins with the lease of a place is trusted as if it were whole."""
-    granted = Place.granted
+    granted = QueuePlace.granted
 
-    def whole(self: Place, *args: Any) -> Grant | None:
+    def whole(self: QueuePlace, *args: Any) -> Grant | None:
         grant = granted(self, *args)
         return None if grant is None else replace(grant, term=0.0, sent=self.sent + TTL / 4)
 
-    patch(Place, "granted", whole)
+    patch(QueuePlace, "granted", whole)
 
 
 def nothing_is_undone(patch: Callable[..., None]) -> None:

@@ -205,7 +205,7 @@ def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
 
 def cutting(wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str) -> list[str]:
     """Cut the connection of the next statement `name`; the list says which statements were sent since."""
-    from dblock.core.lock.executor import BaseStore
+    from dblock.core.lock.base_store import BaseStore
 
     sent: list[str] = []
 

@@ -17,7 +17,7 @@ from asyncpg import InternalClientError
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Steps

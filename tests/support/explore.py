@@ -30,7 +30,7 @@ from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
@@ -102,7 +102,7 @@ class House(WaiterServices):
     def holds(self, key: str) -> bool:
         return bool(self.holding)
 
-    def keep(self, place: Place) -> bool:
+    def keep(self, place: QueuePlace) -> bool:
         return True
 
     def withdraw(self, key: str, owner: str) -> bool:

@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import clock, runtime
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Hold
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url

@@ -47,7 +47,7 @@ from enum import Enum
 from typing import Final
 
 from dblock.core.acquire.request import Request, about
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
 from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
@@ -85,7 +85,7 @@ class Waiting:
     owner: str
     given_up: tuple[str, ...]
     grant: Grant | None
-    place: Place | None
+    place: QueuePlace | None
     seen: float
     wakeup: Wakeup
     local_queue: LocalQueue

@@ -5,7 +5,7 @@ Rule: a waiter works without them: it then sends its own heartbeats, and polls.
 
 from __future__ import annotations
 
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 
 
 class WaiterServices:
@@ -28,7 +28,7 @@ class WaiterServices:
         """Whether a flow of this process holds that key, so that it may hand it over."""
         return False
 
-    def keep(self, place: Place) -> bool:
+    def keep(self, place: QueuePlace) -> bool:
         """Send heartbeats for a place in the queue; False if the waiter has to."""
         return False
 

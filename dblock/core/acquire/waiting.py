@@ -21,7 +21,7 @@ from dblock.core.acquire.site import Site
 from dblock.core.errors import PASSING, LockTimeout, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.deadlock import deadlock
-from dblock.core.protocol.queue import Place, QueueStatus
+from dblock.core.protocol.queue import QueuePlace, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
 from dblock.core.protocol.tenures import look
@@ -63,7 +63,7 @@ class Attempt(Waiting):
     """Tokens of places and tenures that it may have and does not want."""
     grant: Grant | None = None
     """The tenure that a holder of this process handed to it."""
-    place: Place | None = None
+    place: QueuePlace | None = None
     """Its place in the database's queue; with another token than its own, one that it has to adopt."""
     broken: bool = False
     """Whether a connection broke before a take was answered, so that the database may be down."""
@@ -248,7 +248,7 @@ class Attempt(Waiting):
         until_reading = left - 2 * self._round_trip() - self.timing.near
         return until_reading if until_reading > 0.001 else 0.0  # a clock may not resolve a shorter pause
 
-    def _pause_to_the_end(self, place: Place) -> Steps[bool]:
+    def _pause_to_the_end(self, place: QueuePlace) -> Steps[bool]:
         """Shortly before the deadline read the holder, then only wait for a notification; False at other times."""
         left = self.deadline - self.site.database.now()
         if self._until_reading(left) <= 0:
@@ -296,7 +296,7 @@ class Attempt(Waiting):
             return Stage.WAITING
         return found
 
-    def _keep_place(self, place: Place, view: QueueStatus | None) -> Steps[Grant | Stage | None]:
+    def _keep_place(self, place: QueuePlace, view: QueueStatus | None) -> Steps[Grant | Stage | None]:
         """Wait for a grant to a place, with its heartbeats."""
         key = self.request.key
         self.site.wakeups.register(key, place.ticket, self.wakeup)
@@ -307,12 +307,12 @@ class Attempt(Waiting):
             self.site.wakeups.unregister(key, place.ticket, self.wakeup)
             self.services.leave(place.owner)
 
-    def _enqueue(self) -> Steps[tuple[Place, QueueStatus | None] | None]:
+    def _enqueue(self) -> Steps[tuple[QueuePlace, QueueStatus | None] | None]:
         """Adopt the place that another flow of this process has left, else join the queue: as `queue.join`."""
         database, left = self.site.database, self.place
         if left is not None:
             if (yield from queue.adopt_place(database, self._parameters(), left.owner, self.until)):
-                return Place(self.owner, left.ticket, left.sent, database.now(), left.joined), None
+                return QueuePlace(self.owner, left.ticket, left.sent, database.now(), left.joined), None
             yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
             self.place = None
         return (yield from queue.join(database, self._parameters(), self.until))
@@ -333,7 +333,7 @@ class Attempt(Waiting):
         database = self.site.database
         return min(database.timing.handover_retry, max(self.until - database.now(), 0.0))
 
-    def _await_grant(self, place: Place, view: QueueStatus | None, *, kept: bool) -> Steps[Grant | Stage | None]:
+    def _await_grant(self, place: QueuePlace, view: QueueStatus | None, *, kept: bool) -> Steps[Grant | Stage | None]:
         """A grant; an outcome; or None if the time is up, or a flow of this process has handed over the key.
 
         `view` is the state of the queue if known; `kept`: the process sends the heartbeats of the place.
@@ -403,7 +403,7 @@ class Attempt(Waiting):
             near = (holder.owner or "").startswith(here)
         return near and self.wakeup.socket is not None
 
-    def _grant_by_message(self, place: Place) -> Steps[Grant | None]:
+    def _grant_by_message(self, place: QueuePlace) -> Steps[Grant | None]:
         """The tenure that a notification proves, accepted unless it can begin as it is; None if it proves none."""
         message, self.wakeup.message = self.wakeup.message, None  # used once
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
@@ -413,7 +413,7 @@ class Attempt(Waiting):
             return grant
         return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.until))
 
-    def _poll(self, place: Place) -> Steps[QueueStatus | Stage | None]:
+    def _poll(self, place: QueuePlace) -> Steps[QueueStatus | Stage | None]:
         """The state of the queue; OUTSIDE if there is no row; None if there was no answer before the deadline."""
         database = self.site.database
         try:
@@ -424,7 +424,7 @@ class Attempt(Waiting):
             return None
         return view or Stage.OUTSIDE
 
-    def _periodic_work(self, place: Place, *, kept: bool) -> Steps[float]:
+    def _periodic_work(self, place: QueuePlace, *, kept: bool) -> Steps[float]:
         """Do the periodic work that is due: heartbeat, deadlock check; returns the seconds until the next."""
         database, now = self.site.database, self.site.database.now
         listens_in = self.listen_at - now()

@@ -21,7 +21,7 @@ from typing import Any, cast
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import PASSING, LockStoreError
-from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement
 from dblock.core.wakeup.registry import Message, Wakeups

@@ -1,7 +1,6 @@
 """Where a lock stands: what a face says of the database there, and of the caller's transactions on it.
 
 Rule: a lock asks its place, and nothing else of its face. One place may serve any number of locks.
-(The place of a waiter in a queue is a `dblock.core.protocol.queue.Place`.)
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class QueueStatus(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class QueuePlace:
     """A place in the queue of a key: a lease, which the heartbeats of its process renew."""
 
     owner: str
@@ -170,7 +170,7 @@ def proof(ticket: int, fence: int, lasts: int, owner: str) -> str:
     return hashlib.sha256(f"{ticket} {fence} {lasts} {owner}".encode()).hexdigest()
 
 
-def join(database: Database, request: Parameters, until: float) -> Steps[tuple[Place, QueueStatus | None] | None]:
+def join(database: Database, request: Parameters, until: float) -> Steps[tuple[QueuePlace, QueueStatus | None] | None]:
     """Join the queue of a key with the owner token of this attempt; the place, and the status of the queue if known.
 
     None if the attempt has to start again: the key has no row, or another waiter has just got the same ticket.
@@ -188,7 +188,7 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
     # While the key is held that is enough to know; the other waiters matter at the next poll. The place may have ended.
     known = (dialect.join_answers or remaining > 0) and database.now() < sent + database.timing.waiter_ttl
     view = QueueStatus(False, remaining, first, ticket, 0, True) if known else None
-    return Place(owner, ticket, sent, sent, sent), view
+    return QueuePlace(owner, ticket, sent, sent, sent), view
 
 
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[float]:
@@ -302,7 +302,7 @@ def leave_queue(database: Database, owners: Sequence[str], seconds: float | None
     return len(rows)
 
 
-def heartbeat(database: Database, places: Sequence[Place], until: float) -> Steps[None]:
+def heartbeat(database: Database, places: Sequence[QueuePlace], until: float) -> Steps[None]:
     """Extend many places; those that the answer names are trusted from this sending."""
     owners = Masked(json.dumps([place.owner for place in places]))
     parameters: Parameters = {"owners": owners, "waiter_ttl": database.timing.waiter_ttl}

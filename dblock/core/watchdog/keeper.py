@@ -26,7 +26,7 @@ from dblock.core.errors import LockError
 from dblock.core.log import warn
 from dblock.core.protocol import queue, reaping
 from dblock.core.protocol.drive import adrive, drive, going_on, plain_task
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.worker import start
@@ -53,7 +53,7 @@ def run_apart(steps: Steps[None], store: Store) -> None:
         drive(steps)
 
 
-def heartbeat(store: Store, places: Sequence[Place]) -> Steps[None]:
+def heartbeat(store: Store, places: Sequence[QueuePlace]) -> Steps[None]:
     """Extend the places, by one statement; a place survives a heartbeat that fails."""
     database = store.database
     try:
@@ -96,7 +96,7 @@ class Keeper:
         self.renewer: Renewer | None = None
         self.tasks = set[Any]()
         """The tasks, and the steps for which one is to be begun."""
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, QueuePlace] = {}
         """The places in queues that get heartbeats, by their owner tokens."""
         self.due = math.inf
         """The local time of the next heartbeat."""

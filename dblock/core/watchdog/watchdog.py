@@ -40,7 +40,7 @@ from dblock.core.log import warn
 from dblock.core.observing.events import Kind
 from dblock.core.observing.observers import observers, tell_of
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.queue import Place
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.watchdog.keeper import Keeper, Withdraw, in_background, run_apart
@@ -129,7 +129,7 @@ class Watchdog(Worker):
                 self.announce(hold)
         return given_up
 
-    def keep(self, store: Store, loop: Any, place: Place) -> None:
+    def keep(self, store: Store, loop: Any, place: QueuePlace) -> None:
         """Send heartbeats for a place in a queue from now on."""
         with self._lock:
             keeper = self._keeper(store, loop)
