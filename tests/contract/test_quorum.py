@@ -126,7 +126,7 @@ def test_a_majority_is_taken_and_given_back(place: Place, actor: Actor, other: A
         other.within(place.lock(timeout=0.2))
     before = actor.get(lock, "fence")
     actor.call(lock, "release")
-    assert holders() == []
+    assert until(lambda: holders() == [])  # one that answers late is told all the same
     assert actor.get(lock, "state") is None
     with pytest.raises(LockLost, match="not held"):
         actor.do(lock.check)
@@ -145,7 +145,7 @@ def test_the_flow_enters_again(place: Place, actor: Actor, other: Actor) -> None
     assert actor.get(lock, "count") == 1
     assert other.call(place.lock(), "acquire", blocking=False) is False
     actor.call(lock, "release")
-    assert holders() == []
+    assert until(lambda: holders() == [])  # one that answers late is told all the same
 
 
 def test_only_its_flow_gives_it_back(place: Place, actor: Actor, other: Actor) -> None:
@@ -192,7 +192,7 @@ def test_a_minority_that_others_hold_does_not_matter(place: Place, actor: Actor)
             said = actor.get(lock, "answers")
             assert sum("held by" in answer for answer in said.values()) == 1, said
             actor.call(lock, "release")
-    assert holders() == []
+    assert until(lambda: holders() == [])  # one that answers late is told all the same
 
 
 def test_a_majority_that_others_hold_is_waited_for(place: Place, actor: Actor, other: Actor) -> None:
