@@ -29,7 +29,7 @@ from dblock.core.values import SHARE
 from tests.conftest import SELDOM, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import renewed, until
+from tests.support.lab import PROTOCOL, renewed, until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
@@ -433,9 +433,10 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     assert in_use(either) == []
 
 
-def test_a_permit_that_its_caller_enters_is_not_of_the_with_of_the_semaphore(protocol: Subject, actor: Actor) -> None:
+@pytest.mark.parametrize("subject", PROTOCOL[:2], indirect=True, ids=str)
+def test_a_permit_that_its_caller_enters_is_not_of_the_with_of_the_semaphore(subject: Subject, actor: Actor) -> None:
     """An ExitStack that has entered the semaphore ends its own permit, and the one that is entered stays."""
-    api = semaphore(protocol, 3)
+    api = semaphore(subject, 3)
 
     def body() -> None:
         with contextlib.ExitStack() as stack:
