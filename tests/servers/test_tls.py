@@ -18,6 +18,7 @@ from sqlalchemy import create_engine
 from dblock.connections import DjangoPool
 from dblock.core import clock
 from dblock.core.connections.pool import AutocommitPool
+from sqlalchemy_dblock import create_tables, db_lock
 from sqlalchemy_dblock.connections import EnginePool
 from tests.settings import MYSQLCLIENT
 from tests.support.servers import MariaDB, running
@@ -112,7 +113,7 @@ def test_one_context_does_for_all_connections(make: Make, server: Encrypting, mo
     assert [encrypted(pool) for _ in range(4)] == [False] * 4
     assert len(made) == 1
     server.offer(tls=True)
-    with pytest.raises(Exception, match="offers TLS since a moment ago"):
+    with pytest.raises(Exception, match="offers TLS now, and did not before"):
         _ = encrypted(pool)
     assert [encrypted(pool) for _ in range(4)] == [True] * 4
     assert len(made) == 2
@@ -130,3 +131,16 @@ def test_what_the_application_says_is_left_alone(make: Make, server: Encrypting,
     assert [encrypted(pool) for _ in range(2)] == ["ssl" in options] * 2
     pool = make()
     assert encrypted(pool)
+
+
+def test_a_lock_does_not_notice(server: Encrypting) -> None:
+    """What such a connection raises is resent by a new one, as any that could not be opened."""
+    server.offer(tls=False)
+    engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{server.port}/locks")
+    create_tables(engine)
+    for tls in (False, True, False):
+        server.offer(tls=tls)
+        engine.dispose()
+        with db_lock(engine, "k", timeout=20):
+            pass
+    engine.dispose()
