@@ -51,6 +51,7 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     yield make
     for each in settings:
         each.disable()
+    monkeypatch.setattr(Keeper, "_next_reaping", lambda _: math.inf)  # also in a pass that begins at this moment
     for keeper in list(runtime.current.watchdog._keepers.values()):
         keeper.reap_at = math.inf
     assert until(lambda: not reapers()), "it goes on"

@@ -338,6 +338,6 @@ def test_the_parents_death_ends_the_lease_although_its_child_lives(subject: Subj
         began = time.monotonic()
         lock = subject.lock("k")
         assert lock.acquire(timeout=2)
-        assert time.monotonic() - began < 0.6 + 0.3
         lock.release()
+        assert time.monotonic() - began < 0.6 + 1.0  # requirement 12
         os.kill(child, signal.SIGKILL)

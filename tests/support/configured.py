@@ -17,7 +17,7 @@ from django.db.backends.signals import connection_created
 from sqlalchemy import Engine, event
 
 from dblock import store
-from dblock.connections import DjangoPool
+from dblock.connections import DjangoPool, _configured
 from dblock.core import runtime
 from tests.conftest import ALIASES, INNODB, MYSQL_DRIVER
 from tests.support.lab import nobody_withdraws, until
@@ -153,3 +153,4 @@ def forget_alias(alias: str) -> None:
         connections[alias].close()
         del connections[alias]
     del connections.settings[alias]
+    _ = _configured.pop(alias, None)  # else the next database of that name would be taken for a test runner's
