@@ -51,10 +51,7 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     yield make
     for each in settings:
         each.disable()
-    monkeypatch.setattr(Keeper, "_next_reaping", lambda _: math.inf)  # also in a pass that begins at this moment
-    for keeper in list(runtime.current.watchdog._keepers.values()):
-        keeper.reap_at = math.inf
-    assert until(lambda: not reapers()), "it goes on"
+    end_reaping(monkeypatch)
     for own in owns:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
@@ -69,6 +66,14 @@ def actor(reaping: Making, actors: Callable[[int], list[Actor]]) -> Actor:
 
 def reapers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "dblock housekeeping"]
+
+
+def end_reaping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no keeper begin another pass, which would delete the rows of the next test."""
+    monkeypatch.setattr(Keeper, "_next_reaping", lambda _: math.inf)  # also in a pass that begins at this moment
+    for keeper in list(runtime.current.watchdog._keepers.values()):
+        keeper.reap_at = math.inf
+    assert until(lambda: not reapers()), "it goes on"
 
 
 def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> bool:
@@ -259,5 +264,5 @@ def test_renewals_do_not_wait_for_it(
             assert len(reapers()) == 1
     finally:
         go.set()
-    assert until(lambda: not reapers())
+        end_reaping(monkeypatch)
     engine.dispose()
