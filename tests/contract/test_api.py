@@ -199,11 +199,11 @@ def test_a_min_hold_is_said_to_be_one(either: Subject, actor: Actor, other: Acto
 def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, in the reason that callbacks hear, and in what the block raises, even if somebody took the key."""
     heard: list[Any] = []
-    lock = subject.lock("k", ttl=0.6, on_lost=lambda _, reason: heard.append(reason))
+    lock = subject.lock("k", ttl=1.5, on_lost=lambda _, reason: heard.append(reason))
 
     def block() -> None:
         with caplog.at_level(logging.WARNING, logger="dblock"):
-            time.sleep(0.9)  # as a coroutine that forgets to await
+            time.sleep(2.0)  # as a coroutine that forgets to await
         if taken:
             subject.run(STEAL, key="k")
 
