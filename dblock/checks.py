@@ -181,9 +181,8 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
     """Where the locks live; None if the settings do not say so, which is told elsewhere."""
     from dblock.place import default_alias  # noqa: PLC0415 - needs the settings
 
-    if not isinstance(conf.given(), dict):
-        return None
-    if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
+    using = conf.settings().USING
+    if not isinstance(conf.given(), dict) or (using is not None and using not in connections):
         return None
     connection = connections[default_alias()]
     return connection if connection.vendor in DIALECTS else None

@@ -150,11 +150,11 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         yield Context(
             store,
             partial(db_lock, engine),
+            partial(db_rwlock, engine),
+            partial(db_semaphore, engine),
             lambda: create_tables(engine),
             (SQLAlchemyError,),
             described(engine.url),
-            rwlock=partial(db_rwlock, engine),
-            semaphore=partial(db_semaphore, engine),
         )
     finally:
         engine.dispose()

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from django.utils import timezone
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext, pgettext
+from django.utils.translation import ngettext
 
 from dblock.core.text import printable
 from dblock.core.values import Identity
@@ -133,16 +133,6 @@ def _stretch(whose: Holding | EventInfo, kind: str, begun: float, ended: float, 
 
 def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
     """Events as a table shows them."""
-    kinds = {
-        "acquired": pgettext("lock", "acquired"),
-        "gave_up": pgettext("lock", "gave up"),
-        "released": pgettext("lock", "released"),
-        "lost": pgettext("lock", "lost"),
-        "at_risk": pgettext("lock", "at risk"),
-        "forced": pgettext("lock", "forced"),
-        "reaped": pgettext("lock", "reaped"),
-        "omitted": pgettext("lock", "omitted"),
-    }
     lengths = {
         "acquired": _("waited %s"),
         "gave_up": _("waited %s"),
@@ -156,7 +146,7 @@ def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
             "when": span(event.age),
             "key": printable(event.key),
             "label": printable(event.label),
-            "what": kinds.get(event.kind, printable(event.kind)),
+            "what": said(event.kind),
             "length": _length(event, events, lengths),
             "at": moment(timezone.now() - timedelta(seconds=event.age)),
             "detail": said(event.detail),

@@ -89,13 +89,13 @@ def context(alias: str) -> Context:
     return Context(
         store_for(alias),
         partial(db_lock, using=alias),
+        partial(db_rwlock, using=alias),
+        partial(db_semaphore, using=alias),
         lambda: make_tables(alias),
         (DatabaseError,),
         f"database {alias!r}",
         "manage.py dblock",
         valid_retention(conf.settings().RETENTION),
-        partial(db_rwlock, using=alias),
-        partial(db_semaphore, using=alias),
     )
 
 
@@ -110,28 +110,20 @@ def make_tables(alias: str) -> None:
 
 def schedule_reaper(every: int, using: list[str] | None) -> str:
     """Have django-celery-beat reap; what to say about it."""
-    from dblock.celery import beat_schedule  # noqa: PLC0415 - needs Celery
-
     if not apps.is_installed("django_celery_beat"):
         raise CommandError(
             "django_celery_beat is not in INSTALLED_APPS. Without it the schedule is in the settings: "
             "CELERY_BEAT_SCHEDULE = {**dblock.celery.beat_schedule(every=600), ...}"
         )
+    from django_celery_beat.schedulers import ModelEntry, PeriodicTask  # noqa: PLC0415 - need Celery
+
+    from dblock.celery import beat_schedule  # noqa: PLC0415 - likewise
+
     [(name, entry)] = beat_schedule(every, **({"using": using} if using else {})).items()
-    models = apps.get_app_config("django_celery_beat")
-    intervals = models.get_model("IntervalSchedule")._default_manager
-    wanted = {"every": every, "period": "seconds"}
-    interval = intervals.filter(**wanted).first() or intervals.create(**wanted)
-    others = ("crontab", "solar", "clocked")
-    told = {
-        "task": entry["task"],
-        "kwargs": json.dumps(entry["kwargs"]),
-        "interval": interval,
-        "expire_seconds": every,
-        "enabled": True,
-        **dict.fromkeys(others),
-    }
-    models.get_model("PeriodicTask")._default_manager.update_or_create(name=name, defaults=told)
+    schedules = dict.fromkeys(field for *_, field in ModelEntry.model_schedules)
+    schedules["interval"], _ = ModelEntry.to_model_schedule(entry["schedule"])
+    told = {"task": entry["task"], "kwargs": json.dumps(entry["kwargs"]), "expire_seconds": every, "enabled": True}
+    PeriodicTask._default_manager.update_or_create(name=name, defaults={**schedules, **told})
     return f"django-celery-beat runs {name} every {every} s"
 
 
