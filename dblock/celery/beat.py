@@ -88,7 +88,6 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """What the state is to say of entries that this beat has claimed in its term, and knows not to be sent."""
         self._number = 0
         """Number of the last write of the state."""
-        self._heap: Any = None
         self._told = ""
         if not (app.main or self.lock_key):
             raise ValueError("an app without a name needs lock_key: beats on one key stand by for each other")
