@@ -52,9 +52,10 @@ from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
+from dblock.operating.administration import EventInfo
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, shown, state_of
 from dblock.operating.statements import vocabulary
-from dblock.operating.timeline import Holding, timeline, told
+from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, named, span
 from dblock.place import default_alias
 from dblock.store import store_for
@@ -429,9 +430,10 @@ def _quarantine() -> Quarantine | None:
     return None
 
 
-def _holding(row: Lock) -> Holding | None:
-    """Who holds the key; None if nobody does."""
+def _holding(row: Lock) -> EventInfo | None:
+    """Who holds the key, for the timeline; None if nobody does."""
     if not row.owner or state_of(row) == "waiting":
         return None
     over = max(_ago(row, row.expires_at), 0.0)
-    return Holding(_identity(row), row.label, row.fence, _ago(row, row.acquired_at), over)
+    held = _ago(row, row.acquired_at) - over
+    return EventInfo(row.lock_key, "held", row.fence, over, held, "", row.label, _identity(row))

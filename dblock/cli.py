@@ -26,9 +26,7 @@ from dblock.core.validation import valid_tables
 from dblock.operating.commands.console import complain
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs
-
-FAILED = 69
-"""The exit status when the database failed (EX_UNAVAILABLE of sysexits.h)."""
+from dblock.operating.commands.running import UNAVAILABLE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,7 +105,7 @@ def ended(verb: Callable[[], int]) -> int:
         raise
     except LockError as error:
         complain(str(error))
-        return FAILED
+        return UNAVAILABLE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `dblock ls | head`

@@ -198,17 +198,19 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         raise store.error(cause, step) from cause
 
 
-def known_stores() -> list[DjangoStore]:
-    """Those that have been asked for."""
-    store_override = runtime.current.store_override
-    return list(_stores.values()) if store_override is None else [store_override]
-
-
 def store_for(alias: str) -> DjangoStore:
     """The one store of an alias, however many threads ask at once; in a test perhaps that of all."""
     found = _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))
     store_override: DjangoStore | None = runtime.current.store_override
     return found if store_override is None else store_override
+
+
+def stores_for(using: str | None) -> list[DjangoStore]:
+    """That of the alias; without one all that have been asked for."""
+    if using is not None:
+        return [store_for(using)]
+    store_override = runtime.current.store_override
+    return list(_stores.values()) if store_override is None else [store_override]
 
 
 _stores: dict[str, DjangoStore] = {}

@@ -32,7 +32,6 @@ from dblock.core.errors import PoolExhausted
 from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
-from dblock.drivers import sessions
 from dblock.drivers.tls import Tls
 
 _opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
@@ -116,10 +115,12 @@ class EnginePool(AutocommitPool):
             _opening.reset(opening)
 
     def _set_up(self, connection: PooledConnection, driver: Any) -> None:
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
         vendor = self._dialect.name
         prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
         if not self._dialect.is_async:
-            sessions.begin(connection, vendor, driver, may_prepare=prepares)
+            sessions.set_up_synchronous(connection, vendor, driver, may_prepare=prepares)
         elif self._dialect.driver == "asyncpg":
             from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
 
@@ -154,6 +155,8 @@ class EnginePool(AutocommitPool):
                     del options[name]
         opening = _opening.get()
         if opening is not None:
+            from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
             changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed

@@ -114,7 +114,7 @@ def set_up(
     runtime.current.deadlines.bound(connection, begin)
 
 
-def begin(connection: PooledConnection, vendor: str, driver: Any, *, may_prepare: bool = True) -> None:
+def set_up_synchronous(connection: PooledConnection, vendor: str, driver: Any, *, may_prepare: bool = True) -> None:
     """Set up the session of a synchronous driver, and choose what runs its statements."""
     if not hasattr(driver, "pgconn"):
         set_up(connection, vendor, driver)

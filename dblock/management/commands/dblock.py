@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from dblock.kinds import db_lock, db_rwlock, db_semaphore
 from dblock.operating.commands import doctor
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
-from dblock.operating.commands.parser import add_verbs
+from dblock.operating.commands.parser import add_verbs, whole_number
 from dblock.place import default_alias
 from dblock.store import store_for
 
@@ -46,7 +46,7 @@ class Command(BaseCommand):
             "schedule-reaper",
             help="have django-celery-beat run the task dblock.reap_expired; once more: change how often",
         )
-        reaper.add_argument("--every", type=_seconds, default=600, metavar="SECONDS", help="600 by default")
+        reaper.add_argument("--every", type=whole_number, default=600, metavar="SECONDS", help="600 by default")
         reaper.add_argument("--using", action="append", metavar="ALIAS", help="reap there; may be given several times")
         for each in commands.choices.values():
             _also_here(each)
@@ -137,10 +137,3 @@ def _system_checks(alias: str) -> list[Finding]:
     return [
         Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found
     ]
-
-
-def _seconds(text: str) -> int:
-    seconds = int(text)
-    if seconds < 1:
-        raise ArgumentTypeError("is a whole number of seconds, 1 at least")
-    return seconds
