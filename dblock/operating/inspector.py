@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django import forms
@@ -130,8 +131,8 @@ class Inspector(_ModelAdmin):
             page("waiters/", "waiters", self.waiters_view),
             page("events/", "events", self.events_view),
             page("reap/", "reap", self.reap_view),
-            page("<path:object_id>/release/", "release", self.release_view),
-            page("<path:object_id>/revoke/", "revoke", self.revoke_view),
+            page("<path:object_id>/release/", "release", partial(self._end, ending=FORCE_RELEASE)),
+            page("<path:object_id>/revoke/", "revoke", partial(self._end, ending=REVOKE)),
             *super().get_urls(),
         ]
 
@@ -148,14 +149,6 @@ class Inspector(_ModelAdmin):
         return TemplateResponse(request, f"admin/dblock/lock/{template}.html", {**known, **context})
 
     # -- ending a tenure, or asking for it back
-
-    def release_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Force release."""
-        return self._end(request, object_id, FORCE_RELEASE)
-
-    def revoke_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Ask its holder to release it."""
-        return self._end(request, object_id, REVOKE)
 
     def _end(self, request: HttpRequest, object_id: str, ending: Ending) -> HttpResponse:
         self._demand(request, ending.permission)
@@ -309,7 +302,7 @@ def pins_shown(pinned: Pinned) -> SafeString:
 def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:
     """The readers or permits of a key, as the template shows them."""
     shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
-    return [shown(share.info) for share in shares if share.info.key.startswith(key + SHARE)]
+    return [shown(share.info) for share in shares]
 
 
 def shown(row: LockInfo | WaiterInfo) -> dict[str, Any]:

@@ -123,9 +123,5 @@ class Context:
         page: list[Surveyed] | None = None
         while page is None or len(page) == PAGE:
             page = drive(administration.survey(self.store, after, PAGE, free=free, prefix=prefix))
-            for row in page:
-                after = row.info.key
-                if after.startswith(prefix):
-                    yield row
-                elif after > prefix:
-                    return
+            yield from page
+            after = page[-1].info.key if page else after
