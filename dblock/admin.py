@@ -42,19 +42,20 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from dblock.core.errors import LockError
+from dblock.core.errors import InvalidKey, LockError
 from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
-from dblock.core.share_keys import END
+from dblock.core.share_keys import END, valid_row_key
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
-from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
+from dblock.operating.administration import EventInfo
+from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, shown, state_of
 from dblock.operating.statements import vocabulary
-from dblock.operating.timeline import Holding, timeline, told
+from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, named, span
 from dblock.place import default_alias
 from dblock.store import store_for
@@ -125,9 +126,9 @@ class LockList(ChangeList):
         """Django's results, what has shares, and who pins what somebody might want."""
         super().get_results(request)
         rows: list[Lock] = list(self.result_list)
-        free = [row for row in rows if _state(row) == "free"]
+        free = [row for row in rows if state_of(row) == "free"]
         wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
-        pins = pins_of([*wanted, *(row.lock_key for row in rows if _state(row) == "expired")])
+        pins = pins_of([*wanted, *(row.lock_key for row in rows if state_of(row) == "expired")])
         shared = _shared([row.lock_key for row in free if row.kind])
         for row in rows:
             vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
@@ -201,19 +202,12 @@ def _labelled(row: Lock) -> str:
 
 
 def _clock(row: Lock) -> datetime:
-    clock: datetime = vars(row)["clock"]  # annotated by `rows`, as is `read`
+    clock: datetime = vars(row)["clock"]  # annotated by `get_queryset`, as is `read`
     return clock
 
 
 def _ago(row: Lock, moment: datetime) -> float:
     return (_clock(row) - moment).total_seconds()
-
-
-def _state(row: Lock) -> str:
-    read: str = vars(row)["read"]
-    if read == "free" and vars(row).get("shared"):
-        return "shared"
-    return "pinned" if read in {"free", "expired"} and pinned_of(row) else read
 
 
 def _column(description: Any, told: Callable[[Lock], Any], ordering: Any = None) -> Any:
@@ -280,25 +274,23 @@ class LockAdmin(Inspector):
         js = ("dblock/inspector.js",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
-        count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
-        rows = self.rows().exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
-        return rows.annotate(waiting=Coalesce(Subquery(count), 0))
-
-    def rows(self) -> QuerySet[Lock]:
+        """All rows but internal ones, with the clock that their states are computed by."""
         rows = Lock.objects.using(default_alias()).annotate(clock=_now())
+        rows = rows.exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
+        count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
         left = _by_clock(lambda words: words.until("expires_at"), FloatField())
         age = _by_clock(lambda words: words.since("acquired_at"), FloatField())
-        return rows.alias(left=left, age=age).annotate(read=READ)
-
-    def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
-        waits = _state(row) == "waiting"
-        return ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
+        return rows.alias(left=left, age=age).annotate(read=READ, waiting=Coalesce(Subquery(count), 0))
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
-        """The row of a key, whether it has shares, and who pins it."""
-        row = super().get_object(request, object_id, from_field)
+        """The row of a key, who pins it, and whether it has shares; None for what can be no key, without a query."""
+        try:
+            row = super().get_object(request, valid_row_key(object_id), from_field)
+        except InvalidKey:
+            return None
         if row is not None:
-            vars(row)["shared"] = bool(row.kind and _shared([row.lock_key]))
+            key = row.lock_key
+            vars(row).update(pinned=pins_of([key]).get(key), shared=bool(row.kind and _shared([key])))
         return row
 
     def get_ordering(self, request: HttpRequest) -> tuple[Any, ...]:
@@ -313,10 +305,10 @@ class LockAdmin(Inspector):
         """The fields for the state of the key; the transaction that pins it only if there is one."""
         fields: tuple[Any, ...] = self.fields
         if obj is not None:
-            if _state(obj) == "waiting":
+            if state_of(obj) == "waiting":
                 fields = self.fields_of_waiting
             elif not obj.owner:
-                has_shares = obj.kind == KeyKind.SEMAPHORE or _state(obj) == "shared"
+                has_shares = obj.kind == KeyKind.SEMAPHORE or state_of(obj) == "shared"
                 fields = self.fields_of_shared if has_shares else self.fields_of_nobodys
         pinned = obj is not None and pinned_of(obj)
         return [each for each in fields if pinned or each != "pinned_by"]
@@ -346,18 +338,18 @@ class LockAdmin(Inspector):
         row = self.get_object(request, key) if self.has_view_permission(request) else None
         context: dict[str, Any] = {}
         if row is not None:
-            events = self.history(request, lambda store: administration.events(store, key))
+            events = self.history(request, administration.events(store, key))
             waiters = drive(administration.waiters(store, key, QUEUED))
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
-                "is_held": bool(row.owner) and _state(row) != "free",
+                "is_held": bool(row.owner) and state_of(row) != "free",
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),
-                "waiters": queue(waiters),
+                "waiters": [shown(each) for each in waiters],
                 "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
                 "shares": holders(key, store),
-                "is_next": _state(row) == "waiting",
+                "is_next": state_of(row) == "waiting",
             }
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
 
@@ -366,8 +358,8 @@ class LockAdmin(Inspector):
     shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
     pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := pinned_of(row)) else "–")
-    holder = _column(_("holder"), lambda row: "–" if _state(row) in _NOBODYS else named(_identity(row)), "host")
-    held_by = _column(_("holder"), lambda row: "–" if _state(row) in _NOBODYS else _labelled(row), "host")
+    holder = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else named(_identity(row)), "host")
+    held_by = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else _labelled(row), "host")
     """The holder with its label, for the list."""
     last_held_by = _column(_("last held by"), _labelled)
     next_to_enter = _column(_("next to enter"), _labelled)
@@ -380,12 +372,12 @@ class LockAdmin(Inspector):
         _("asked back"), lambda row: printable(row.revocation) if row.owner and row.revoked_fence == row.fence else "–"
     )
     waiters = _column(  # the next to enter waits too
-        _("waiters"), lambda row: str(vars(row)["waiting"] + (_state(row) == "waiting") or "–")
+        _("waiters"), lambda row: str(vars(row)["waiting"] + (state_of(row) == "waiting") or "–")
     )
 
     @admin.display(description=_("state"), ordering=TROUBLE_FIRST)
     def state(self, row: Lock) -> SafeString:
-        name = _state(row)
+        name = state_of(row)
         return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, STATES[name][0])
 
     @admin.display(description=pgettext_lazy("lock", "released"))
@@ -397,14 +389,14 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
-        if _state(row) == "detached":
+        if state_of(row) == "detached":
             return gettext("detached %s ago") % span(row.ttl + _ago(row, row.expires_at))
         held = min(_clock(row), row.expires_at) - row.acquired_at
-        return "–" if _state(row) in _NOBODYS else span(held.total_seconds())
+        return "–" if state_of(row) in _NOBODYS else span(held.total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
-        left, state = -_ago(row, row.expires_at), _state(row)
+        left, state = -_ago(row, row.expires_at), state_of(row)
         if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
         if state in _NOBODYS - {"closed"}:
@@ -438,9 +430,10 @@ def _quarantine() -> Quarantine | None:
     return None
 
 
-def _holding(row: Lock) -> Holding | None:
-    """Who holds the key; None if nobody does."""
-    if not row.owner or _state(row) == "waiting":
+def _holding(row: Lock) -> EventInfo | None:
+    """Who holds the key, for the timeline; None if nobody does."""
+    if not row.owner or state_of(row) == "waiting":
         return None
     over = max(_ago(row, row.expires_at), 0.0)
-    return Holding(_identity(row), row.label, row.fence, _ago(row, row.acquired_at), over)
+    held = _ago(row, row.acquired_at) - over
+    return EventInfo(row.lock_key, "held", row.fence, over, held, "", row.label, _identity(row))

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from django.apps import apps
@@ -51,7 +51,7 @@ from dblock import conf
 from dblock.core.statements import DIALECTS
 from dblock.core.validation import valid_reaping, valid_retention, valid_ttl
 
-Found = Iterator[CheckMessage]
+Found = Iterable[CheckMessage]
 
 
 def _check(
@@ -181,9 +181,8 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
     """Where the locks live; None if the settings do not say so, which is told elsewhere."""
     from dblock.place import default_alias  # noqa: PLC0415 - needs the settings
 
-    if not isinstance(conf.given(), dict):
-        return None
-    if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
+    using = conf.settings().USING
+    if not isinstance(conf.given(), dict) or (using is not None and using not in connections):
         return None
     connection = connections[default_alias()]
     return connection if connection.vendor in DIALECTS else None
@@ -282,19 +281,13 @@ def _is_reaped() -> bool:
 
 
 @_check("database", locks=True)
-def check_databases(connection: BaseDatabaseWrapper) -> Found:
-    """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
+def check_file(connection: BaseDatabaseWrapper) -> Found:
+    """W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
 
-    W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
     W004: one where a transaction that has read may find that it cannot write any more.
-    W010: tables that are ours, of which migrate does not know.
     """
-    yield from _check_tables(connection)
-    if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
-        yield from _check_file(connection)
-
-
-def _check_file(connection: BaseDatabaseWrapper) -> Found:
+    if connection.vendor != "sqlite" or connection.is_in_memory_db():  # type: ignore[attr-defined]
+        return
     hint = (
         "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}. "
         "Documentation: Transactions."
@@ -313,8 +306,13 @@ def _check_file(connection: BaseDatabaseWrapper) -> Found:
         yield Warning(text, hint=hint, id="dblock.W004")
 
 
-def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    """Check the tables of our names. In a schema of our own, whose tables Django does not list, nobody else has any."""
+@_check("database", locks=True)
+def check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
+    """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
+
+    W010: tables that are ours, of which migrate does not know. In a schema of our own, whose tables Django does not
+    list, nobody else has any.
+    """
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
 
     with connection.cursor() as cursor:

@@ -26,9 +26,7 @@ from dblock.core.validation import valid_tables
 from dblock.operating.commands.console import complain
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs
-
-FAILED = 69
-"""The exit status when the database failed (EX_UNAVAILABLE of sysexits.h)."""
+from dblock.operating.commands.running import UNAVAILABLE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,7 +105,7 @@ def ended(verb: Callable[[], int]) -> int:
         raise
     except LockError as error:
         complain(str(error))
-        return FAILED
+        return UNAVAILABLE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `dblock ls | head`
@@ -150,11 +148,11 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         yield Context(
             store,
             partial(db_lock, engine),
+            partial(db_rwlock, engine),
+            partial(db_semaphore, engine),
             lambda: create_tables(engine),
             (SQLAlchemyError,),
             described(engine.url),
-            rwlock=partial(db_rwlock, engine),
-            semaphore=partial(db_semaphore, engine),
         )
     finally:
         engine.dispose()

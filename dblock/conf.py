@@ -1,14 +1,15 @@
 """The one settings dict, `DBLOCK`: read when first needed, read again when Django says that it changed.
 
-Rule: reading never raises for a bad value; `problems` tells about all of them at once, to the system checks, and a use
-of a bad value fails where it is used.
+Rule: reading never raises for a bad value; the system checks tell about all of them at once, and a bad value
+fails where it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
@@ -25,6 +26,8 @@ from dblock.core.validation import (
     valid_ttl,
 )
 from dblock.core.values import TTL, Seconds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,39 +81,22 @@ def settings() -> Settings:
     return Settings(**{name: value for name, value in found.items() if name in NAMES})
 
 
-@cache
-def ttl() -> float:
-    """The life of a lease, in seconds. Raises TypeError or ValueError for a bad value."""
-    return valid_ttl(settings().TTL, "DBLOCK['TTL']")
+def _checked(name: str, valid: Callable[[Any, str], T]) -> Callable[[], T]:
+    """What returns that setting as `valid` has it. It raises TypeError or ValueError for a bad value."""
+    reading = cache(lambda: valid(getattr(settings(), name), f"DBLOCK[{name!r}]"))
+    _cached.append(reading)
+    return reading
 
 
-@cache
-def timeout() -> float | None:
-    """The longest wait in seconds, None for ever. Raises TypeError or ValueError for a bad value."""
-    return valid_timeout(settings().TIMEOUT, "DBLOCK['TIMEOUT']")
-
-
-@cache
-def slow_wait() -> float:
-    """Seconds from which a wait is logged. Raises TypeError or ValueError for a bad value."""
-    return valid_slow_wait(settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
-
-
-@cache
-def reaping() -> tuple[float, float] | None:
-    """How often a process reaps, and what it keeps. Raises TypeError or ValueError for a bad value."""
-    return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
-
-
-@cache
-def quarantine() -> float:
-    """Seconds for which keys are closed after a failover. Raises TypeError or ValueError for a bad value."""
-    return valid_quarantine(settings().FAILOVER_QUARANTINE, "DBLOCK['FAILOVER_QUARANTINE']")
-
-
-def history() -> int:
-    """How many events are kept. Raises TypeError or ValueError for a bad value."""
-    return valid_history(settings().HISTORY, "DBLOCK['HISTORY']")
+_cached: list[Any] = [settings]
+"""What is read again when the settings have changed."""
+ttl = _checked("TTL", valid_ttl)
+timeout = _checked("TIMEOUT", valid_timeout)
+slow_wait = _checked("SLOW_WAIT", valid_slow_wait)
+quarantine = _checked("FAILOVER_QUARANTINE", valid_quarantine)
+history = _checked("HISTORY", valid_history)
+reaping = _checked("REAP_EVERY", lambda every, what: valid_reaping(every, settings().RETENTION, what))
+"""How often a process reaps, and what it keeps."""
 
 
 def tables() -> Tables:
@@ -131,7 +117,7 @@ def follow_history() -> None:
 
 def _changed(*, setting: str, **_: object) -> None:
     if setting == "DBLOCK":
-        for reading in (settings, ttl, timeout, slow_wait, reaping, quarantine):
+        for reading in _cached:
             reading.cache_clear()
         follow_history()
 

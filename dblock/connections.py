@@ -15,7 +15,6 @@ After a fork no connection of the parent is used or closed in the child: closing
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -56,17 +55,14 @@ class DjangoPool(AutocommitPool):
         super().__init__(MOST, local=self._vendor == "sqlite")
         self.alias = alias
         self._location: object = None
-        self._lanes = Lane("take"), Lane("keep")
+        self.lanes = Lane("take"), Lane("keep")
+        """Threads for the statements of asynchronous code, the critical ones second: the application's may be busy."""
         self._tls = Tls()
         runtime.current.add_pool(self)
 
-    def lane(self, *, critical: bool) -> Lane:
-        """Threads for the statements of asynchronous code: the application's may be busy."""
-        return self._lanes[critical]
-
     def leave_to_parent(self) -> Any:
         """In a forked child, which has none of the threads."""
-        self._lanes = Lane("take"), Lane("keep")
+        self.lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
     def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
@@ -88,21 +84,7 @@ class DjangoPool(AutocommitPool):
             self._tls.opened(raw)
             raw.rollback()  # what a receiver of `connection_created` may have begun
             wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
-            ask = None
-            if hasattr(raw, "pgconn"):
-                from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
-
-                ask = functools.partial(psycopg.ask, raw)
-            sessions.set_up(connection, self._vendor, raw, ask=ask)
-            if connection.mariadb:
-                from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
-
-                runner = mariadb.prepared_for(raw)
-                connection.prepared = None if runner is None else runner.execute
-            elif hasattr(raw, "pgconn"):
-                # Behind a pooler too, where nothing may be prepared: Django's cursor would interpolate parameters.
-                prepared = psycopg.prepared_for(raw, prepare=connection.direct)
-                connection.prepared = None if prepared is None else prepared.execute
+            sessions.set_up_synchronous(connection, self._vendor, raw)
         except BaseException:
             self._tls.forget()
             wrapper.close()

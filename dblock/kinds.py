@@ -28,7 +28,7 @@ from dblock.core.validation import valid_retention, valid_timeout
 from dblock.core.values import Seconds, key_of_share
 from dblock.guarded import NO_BEGIN, Atomic
 from dblock.place import Both, Lock, Options, Twins, default_alias
-from dblock.store import DjangoStore, known_stores, store_for
+from dblock.store import store_for, stores_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -317,16 +317,12 @@ def release_all(*, using: str | None = None) -> int:
     has lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises
     no error of the database: what could not be given back within some seconds ends with its lease.
     """
-    return sum(drive(leaving.release_all(store)) for store in _stores(using))
+    return sum(drive(leaving.release_all(store)) for store in stores_for(using))
 
 
 async def arelease_all(*, using: str | None = None) -> int:
     """The asynchronous twin of `release_all`."""
-    return sum([await adrive(leaving.release_all(store)) for store in _stores(using)])
-
-
-def _stores(using: str | None) -> list[DjangoStore]:
-    return known_stores() if using is None else [store_for(using)]
+    return sum([await adrive(leaving.release_all(store)) for store in stores_for(using)])
 
 
 def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:

@@ -75,7 +75,7 @@ class DjangoStore(BaseStore):
             refuse_waiting=self._refuse_waiting,
             quarantine=conf.quarantine,
         )
-        self._alias = self.name = alias
+        self.name = alias
         self._described = f"database {alias!r}"
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"
         if not apps.is_installed("dblock"):
@@ -90,14 +90,10 @@ class DjangoStore(BaseStore):
         dbapi = connection.Database  # type: ignore[attr-defined]
         self._mistakes = (ProgrammingError, NotSupportedError, dbapi.ProgrammingError, dbapi.NotSupportedError)
 
-    def same_database(self, alias: str) -> bool:
-        """Whether `alias` is the database that the lock's rows live in, perhaps under another name."""
-        return alias == self._alias or location(connections[alias].settings_dict) == self.location
-
     @property
     def location(self) -> object:
         """By the settings of its alias, which a test runner turns to the test database, and back at the end."""
-        return location(connections.settings[self._alias])
+        return location(connections.settings[self.name])
 
     @property
     def reaping(self) -> tuple[float, float] | None:
@@ -114,7 +110,7 @@ class DjangoStore(BaseStore):
     def renewable(self) -> bool:
         """A database in memory may be another one in another thread; and its tables are locked during transactions."""
         server = not self.database.dialect.single_writer
-        return server or not connections[self._alias].is_in_memory_db()  # type: ignore[attr-defined]
+        return server or not connections[self.name].is_in_memory_db()  # type: ignore[attr-defined]
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
@@ -131,7 +127,7 @@ class DjangoStore(BaseStore):
         time.sleep(seconds)
 
     def _refuse_waiting(self) -> None:
-        caller = connections[self._alias]
+        caller = connections[self.name]
         if caller.vendor == "sqlite" and in_sqlite_transaction(caller):
             raise LockTimeout(
                 f"the key is held, and waiting for it inside a transaction would keep {self._described} locked against "
@@ -142,7 +138,7 @@ class DjangoStore(BaseStore):
         """What a driver's error means. Inside a SQLite transaction, whose reads may keep the writer, no take waits."""
         found, dialect = super().error(error, step), self.database.dialect
         takes = step.statement is dialect.take or step.statement is dialect.create
-        if not (isinstance(found, StoreLocked) and takes and in_sqlite_transaction(connections[self._alias])):
+        if not (isinstance(found, StoreLocked) and takes and in_sqlite_transaction(connections[self.name])):
             return found
         return LockTimeout(
             f"{self._described} has another writer, and waiting for it inside a transaction that may have read would "
@@ -166,7 +162,7 @@ class DjangoStore(BaseStore):
         # Not by sync_to_async, which raises another CancelledError than the one that AnyIO knows.
         critical, database = step.statement.critical, self.database
         until = database.timing.answer_by(database.now(), step.until, critical=critical)
-        return await self._source.lane(critical=critical).run(partial(self.execute, step), until)
+        return await self._source.lanes[critical].run(partial(self.execute, step), until)
 
 
 def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
@@ -184,7 +180,7 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         )
     if not store.pins:
         return [(True,)]
-    if not store.same_database(alias):
+    if alias != store.name and location(connections[alias].settings_dict) != store.location:  # perhaps another name
         raise ValueError(
             f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep: take one of this "
             "database (another host name or port counts as another: give both the same)"
@@ -202,17 +198,19 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         raise store.error(cause, step) from cause
 
 
-def known_stores() -> list[DjangoStore]:
-    """Those that have been asked for."""
-    store_override = runtime.current.store_override
-    return list(_stores.values()) if store_override is None else [store_override]
-
-
 def store_for(alias: str) -> DjangoStore:
     """The one store of an alias, however many threads ask at once; in a test perhaps that of all."""
     found = _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))
     store_override: DjangoStore | None = runtime.current.store_override
     return found if store_override is None else store_override
+
+
+def stores_for(using: str | None) -> list[DjangoStore]:
+    """That of the alias; without one all that have been asked for."""
+    if using is not None:
+        return [store_for(using)]
+    store_override = runtime.current.store_override
+    return list(_stores.values()) if store_override is None else [store_override]
 
 
 _stores: dict[str, DjangoStore] = {}

@@ -18,8 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from functools import partial
-from types import ModuleType, NoneType
+from types import NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
@@ -116,14 +115,19 @@ class EnginePool(AutocommitPool):
             _opening.reset(opening)
 
     def _set_up(self, connection: PooledConnection, driver: Any) -> None:
-        kind = self._dialect.driver
-        if kind == "asyncpg":
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
+        vendor = self._dialect.name
+        prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
+        if not self._dialect.is_async:
+            sessions.set_up_synchronous(connection, vendor, driver, may_prepare=prepares)
+        elif self._dialect.driver == "asyncpg":
             from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
 
             unnamed = asyncpg.Prepared(driver, named=False)
-            _sessions().set_up(
+            sessions.set_up(
                 connection,
-                self._dialect.name,
+                vendor,
                 driver,
                 ask=lambda sql: await_only(unnamed.ask(sql)),
                 question=lambda: await_only(driver.execute("SELECT 1")),
@@ -131,17 +135,16 @@ class EnginePool(AutocommitPool):
             )
             runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
             connection.prepared = lambda step: await_only(runner.execute(step))
-            return
-        if kind in {"psycopg", "psycopg_async"}:
-            self._set_up_psycopg(connection, driver)
-            return
-        wait = await_only if self._dialect.is_async else lambda got: got
-        _sessions().set_up(connection, self._dialect.name, driver, wait=wait)
-        if kind in {"pymysql", "mysqldb"} and connection.mariadb:
-            from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
+        elif hasattr(driver, "pgconn"):
+            from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
 
-            prepared = mariadb.prepared_for(driver)
-            connection.prepared = None if prepared is None else prepared.execute
+            sessions.set_up(connection, vendor, driver, ask=lambda sql: await_only(psycopg.aask(driver, sql)))
+            if prepared := psycopg.prepared_for(driver, prepare=connection.direct and prepares):
+                connection.prepared = lambda step: await_only(prepared.aexecute(step))
+        else:
+            sessions.set_up(connection, vendor, driver, wait=await_only)
+        if not connection.direct and hasattr(driver, "prepare_threshold"):
+            driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
 
     def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
         """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""
@@ -152,7 +155,9 @@ class EnginePool(AutocommitPool):
                     del options[name]
         opening = _opening.get()
         if opening is not None:
-            changed = _sessions().options(dialect.driver, options, opening.purpose) | self._tls.options(options)
+            from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
+            changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed
 
@@ -180,20 +185,6 @@ class EnginePool(AutocommitPool):
                 self._close(connection, broken=True)
 
         task.add_done_callback(ended)
-
-    def _set_up_psycopg(self, connection: PooledConnection, driver: Any) -> None:
-        from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-        asynchronous = self._dialect.is_async
-        ask = (lambda sql: await_only(psycopg.aask(driver, sql))) if asynchronous else partial(psycopg.ask, driver)
-        _sessions().set_up(connection, self._dialect.name, driver, ask=ask)
-        direct = connection.direct
-        runner = psycopg.prepared_for(driver, prepare=direct and driver.prepare_threshold is not None)
-        if not direct:
-            driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
-        if runner is not None:
-            run = runner
-            connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         """Close it, in an orderly way if it is whole; not with asyncpg, which would wait for the server."""
@@ -243,13 +234,6 @@ class EnginePool(AutocommitPool):
             await_only(waiter.wait_async(seconds))
         else:
             super().wait(waiter, seconds)
-
-
-def _sessions() -> ModuleType:
-    """The module, imported with the first connection."""
-    from dblock.drivers import sessions  # noqa: PLC0415 - see there
-
-    return sessions
 
 
 def _source(engine: Engine) -> NullPool:

@@ -198,21 +198,21 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     timeout = options.pop("timeout", ...)
     bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}
     own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-    made: list[Any] = [first] if isinstance(first, Lock | AsyncLock) else []
+    is_lock = isinstance(first, Lock | AsyncLock)
+    made: list[Any] = [first] if is_lock else []
     make: Any = db_lock
     _, *others = once((first, *keys))
     for each in others:
         if isinstance(each, Lock | AsyncLock):
             made.append(each)
-        elif made and made[0] is first:
+        elif is_lock:
             raise TypeError(f"the key {each!r} needs an engine: db_locks(engine, *keys), or locks alone")
         else:
             made.append(make(first, valid_key(each), timeout=timeout, **options))
-    if made and made[0] is first and options:
+    if not is_lock:
+        _ = sync_engine(first)
+    elif options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
-    if not (made and made[0] is first):
-        engine: Any = first
-        _ = sync_engine(engine)
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")

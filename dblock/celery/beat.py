@@ -88,7 +88,6 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """What the state is to say of entries that this beat has claimed in its term, and knows not to be sent."""
         self._number = 0
         """Number of the last write of the state."""
-        self._heap: Any = None
         self._told = ""
         if not (app.main or self.lock_key):
             raise ValueError("an app without a name needs lock_key: beats on one key stand by for each other")
@@ -113,20 +112,18 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             with _undisturbed():
                 seconds = float(super().tick(*args, **kwargs))
             leader.check()
+            if self._unsent and seconds:  # all others that were due have had their turns
+                self._runs, seconds = None, min(seconds, PAUSE)
+            return min(seconds, self.lock_ttl)
         except (LockLost, LockRevoked) as lost:
             self._stand_by()
             self._tell("standing by", "beat: not active any more: %s", lost, level=logging.WARNING)
-            return PAUSE
         except self._passing as error:
             self._runs = None
             self._tell(f"away: {type(error).__name__}", "beat: cannot be active: %s", error, level=logging.WARNING)
-            return PAUSE
         except OperationalError as error:  # no connection to the broker, and nothing claimed
             self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
-            return PAUSE
-        if self._unsent and seconds:  # all others that were due have had their turns
-            self._runs, seconds = None, min(seconds, PAUSE)
-        return min(seconds, self.lock_ttl)
+        return PAUSE
 
     def reserve(self, entry: Any) -> Any:
         """Claim it: no other beat sends it any more."""

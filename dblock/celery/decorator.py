@@ -10,7 +10,7 @@ from celery import Celery, current_app
 from celery._state import _get_active_apps, connect_on_app_finalize
 from celery.local import Proxy
 
-from dblock.celery.options import LockOptions, Spec, TaskOptions, spec_for
+from dblock.celery.options import LockOptions, Spec, TaskOptions
 from dblock.celery.task import LockTask
 from dblock.core.errors import LockTimeout
 from dblock.core.options import unknown_options
@@ -65,7 +65,7 @@ def _made(function: Any, bind: bool, app: Any, given: dict[str, Any]) -> Any:
     if hasattr(function, "apply_async"):
         raise TypeError(f"locked_task makes the task, without @app.task or @shared_task below it: {function!r} is one")
     ours = given.keys() & LockOptions.__annotations__.keys()
-    spec = spec_for(function, bind, **{name: given[name] for name in ours})
+    spec = Spec(function, bind, **{name: given[name] for name in ours})
     options = {name: value for name, value in given.items() if name not in ours}
 
     def make(app: Any) -> Any:

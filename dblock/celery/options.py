@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -118,23 +117,60 @@ class TaskOptions(LockOptions, total=False):
     Strategy: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What one locked task was told."""
+    """What one locked task was told; TypeError or ValueError for options that make no sense together."""
 
-    make_key: MakeKey
-    options: dict[str, Any]
-    """Those of `db_lock`, but `timeout` and `label`."""
-    label: str
-    interrupt: bool
-    engine: Any
-    scope: Scope
-    on_busy: OnBusy
-    timeout: float | EllipsisType | None
-    """That of `db_lock`; `...` is its default."""
-    queue_ttl: float
-    permits: int | None
-    """How many runs may hold the key at a time; None for a plain lock."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        bind: bool,
+        *,
+        key: str | MakeKey | None = None,
+        scope: Scope = "run",
+        on_busy: OnBusy = "retry",
+        engine: Any = None,
+        using: str | None = None,
+        timeout: Any = ...,
+        queue_ttl: Any = None,
+        permits: Any = None,
+        label: str = "",
+        ttl: Any = None,
+        interrupt: bool = False,
+        **lease: Any,
+    ) -> None:
+        _ = valid_options(label=label, interrupt=interrupt, **lease)
+        if ttl is not None:
+            lease["ttl"] = valid_ttl(ttl)
+        for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
+            if chosen not in values:
+                raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")
+        if queue_ttl is None:
+            queue_ttl = 3600.0
+        elif scope == "run":
+            raise ValueError("queue_ttl does nothing but with scope='queue' or 'both'")
+        if permits is not None and (scope != "run" or "reentrant" in lease):
+            raise ValueError("permits is for scope='run', and not for reentrant: each run has a permit of its own")
+        if using is not None:
+            if engine is not None:
+                raise ValueError("using is an alias of Django's, and does nothing with engine=")
+            from dblock.connections import valid_alias  # noqa: PLC0415 - needs Django
+
+            lease["using"] = valid_alias(using)
+        if not isinstance(timeout, EllipsisType):
+            timeout = valid_timeout(timeout)
+        elif on_busy != "wait":
+            timeout = 0.0
+        self.make_key = _key_maker(key, function, bind)
+        self.options = lease
+        """Those of `db_lock`, but `timeout` and `label`."""
+        self.label, self.interrupt = label, interrupt
+        self.engine = valid_engine(engine)
+        self.scope, self.on_busy = scope, on_busy
+        self.timeout = timeout
+        """That of `db_lock`; `...` is its default."""
+        self.queue_ttl = valid_ttl(queue_ttl, "queue_ttl", "how long the lock of a message lasts,")
+        self.permits = None if permits is None else valid_permits(permits)
+        """How many runs may hold the key at a time; None for a plain lock."""
 
     def key(self, task: Any, args: Any, kwargs: Any) -> str:
         """The key of a call of that task with these arguments, `self` excepted; InvalidKey, TypeError if it has none.
@@ -174,60 +210,6 @@ class Spec:
     def queue_key(self, key: str) -> str:
         """The key of a queued message; where the running one has a lock of its own, it is another one."""
         return valid_key(f"{key} (queued)") if self.scope == "both" else key
-
-
-def spec_for(
-    function: Callable[..., Any],
-    bind: bool,
-    *,
-    key: str | MakeKey | None = None,
-    scope: Scope = "run",
-    on_busy: OnBusy = "retry",
-    engine: Any = None,
-    using: str | None = None,
-    timeout: Any = ...,
-    queue_ttl: Any = None,
-    permits: Any = None,
-    label: str = "",
-    ttl: Any = None,
-    interrupt: bool = False,
-    **lease: Any,
-) -> Spec:
-    """The Spec of these options of a lock; TypeError or ValueError if they make no sense together."""
-    _ = valid_options(label=label, interrupt=interrupt, **lease)
-    if ttl is not None:
-        lease["ttl"] = valid_ttl(ttl)
-    for name, chosen, values in (("scope", scope, get_args(Scope)), ("on_busy", on_busy, get_args(OnBusy))):
-        if chosen not in values:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, values))}, not {chosen!r}")
-    if queue_ttl is None:
-        queue_ttl = 3600.0
-    elif scope == "run":
-        raise ValueError("queue_ttl does nothing but with scope='queue' or 'both'")
-    if permits is not None and (scope != "run" or "reentrant" in lease):
-        raise ValueError("permits is for scope='run', and not for reentrant: each run has a permit of its own")
-    if using is not None:
-        if engine is not None:
-            raise ValueError("using is an alias of Django's, and does nothing with engine=")
-        from dblock.connections import valid_alias  # noqa: PLC0415 - needs Django
-
-        lease["using"] = valid_alias(using)
-    if not isinstance(timeout, EllipsisType):
-        timeout = valid_timeout(timeout)
-    elif on_busy != "wait":
-        timeout = 0.0
-    return Spec(
-        make_key=_key_maker(key, function, bind),
-        options=lease,
-        label=label,
-        interrupt=interrupt,
-        engine=valid_engine(engine),
-        scope=scope,
-        on_busy=on_busy,
-        timeout=timeout,
-        queue_ttl=valid_ttl(queue_ttl, "queue_ttl", "how long the lock of a message lasts,"),
-        permits=None if permits is None else valid_permits(permits),
-    )
 
 
 def _key_maker(key: str | MakeKey | None, function: Callable[..., Any], bind: bool) -> MakeKey:

@@ -10,6 +10,7 @@ Rule: values are written by `dblock.drivers.literals`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from dblock.core.protocol.steps import Execute, Rows
@@ -69,9 +70,9 @@ class Prepared:
         return order
 
 
-def prepared_for(connection: Any) -> Prepared | None:
-    """A runner for a PyMySQL or mysqlclient connection to MariaDB; None behind a pooler."""
-    return Prepared(connection) if _is_direct(connection) else None
+def prepared_for(connection: Any) -> Callable[[Execute], Rows] | None:
+    """What runs statements on a PyMySQL or mysqlclient connection to MariaDB; None behind a pooler."""
+    return Prepared(connection).execute if _is_direct(connection) else None
 
 
 def _is_direct(connection: Any) -> bool:

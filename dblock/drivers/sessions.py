@@ -114,6 +114,23 @@ def set_up(
     runtime.current.deadlines.bound(connection, begin)
 
 
+def set_up_synchronous(connection: PooledConnection, vendor: str, driver: Any, *, may_prepare: bool = True) -> None:
+    """Set up the session of a synchronous driver, and choose what runs its statements."""
+    if not hasattr(driver, "pgconn"):
+        set_up(connection, vendor, driver)
+        if connection.mariadb:
+            from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
+
+            connection.prepared = mariadb.prepared_for(driver)
+        return
+    from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
+
+    set_up(connection, vendor, driver, ask=partial(psycopg.ask, driver))
+    # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
+    prepared = psycopg.prepared_for(driver, prepare=connection.direct and may_prepare)
+    connection.prepared = None if prepared is None else prepared.execute
+
+
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:
     """What an application's driver options have to be for a connection of the lock to a server.
 

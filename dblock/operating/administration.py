@@ -85,8 +85,8 @@ def survey(
     """The rows of up to `most` keys after the key `after`, in order; with `free` also keys without a holder.
 
     For expired leases, and for free keys that are waited for or were freed from outside, it finds the transaction that
-    pins them; pinned keys are always listed. It ends with the last key that begins with `prefix`, and reads `WINDOW`
-    rows at a time, whatever they contain.
+    pins them; pinned keys are always listed. Only keys that begin with `prefix` are; it reads `WINDOW` rows at a time,
+    whatever they contain.
     """
     found: list[Surveyed] = []
     while len(found) < most and not (after > prefix and not after.startswith(prefix)):
@@ -97,6 +97,7 @@ def survey(
         parameters: Parameters = {"after": after, "upto": last, "most": limit, "free": int(free)}
         rows = yield from ask(store.database, "list_keys", parameters)
         after = rows[-1][0] if len(rows) == limit else last
+        rows = [row for row in rows if row[0].startswith(prefix)]
         read = [Surveyed(tenures.info_of(key, columns).masked(), int(waiting)) for key, *columns, waiting in rows]
         pins = yield from pinned(store.database, [row.info.key for row in read if may_be_pinned(row)])
         told = [row._replace(pinned=pins.get(row.info.key)) for row in read]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.utils import label_for_field, quote, unquote
 from django.core.exceptions import PermissionDenied
-from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
@@ -23,14 +23,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from dblock.core.errors import InvalidKey, LockError, LockStoreError
+from dblock.core.errors import LockError, LockStoreError
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.share_keys import valid_row_key
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH
-from dblock.core.values import SHARE
+from dblock.core.values import SHARE, LockInfo
 from dblock.core.worker import start
 from dblock.kinds import reap
 from dblock.models import Lock
@@ -61,14 +60,12 @@ class ReasonForm(forms.Form):
     """Why, and which tenure was shown."""
 
     fence = forms.IntegerField(min_value=0, max_value=2**63 - 1, widget=forms.HiddenInput)
-    reason = forms.CharField(max_length=150, widget=forms.Textarea(attrs={"rows": 2, "autofocus": True}))
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.fields["reason"].label = _("Reason")
-        self.fields["reason"].help_text = _(
-            "The holder is told this reason and your name. The log of the admin keeps both."
-        )
+    reason = forms.CharField(
+        label=gettext_lazy("Reason"),
+        help_text=gettext_lazy("The holder is told this reason and your name. The log of the admin keeps both."),
+        max_length=150,
+        widget=forms.Textarea(attrs={"rows": 2, "autofocus": True}),
+    )
 
 
 class Ending(NamedTuple):
@@ -134,28 +131,10 @@ class Inspector(_ModelAdmin):
             page("waiters/", "waiters", self.waiters_view),
             page("events/", "events", self.events_view),
             page("reap/", "reap", self.reap_view),
-            page("<path:object_id>/release/", "release", self.release_view),
-            page("<path:object_id>/revoke/", "revoke", self.revoke_view),
+            page("<path:object_id>/release/", "release", partial(self._end, ending=FORCE_RELEASE)),
+            page("<path:object_id>/revoke/", "revoke", partial(self._end, ending=REVOKE)),
             *super().get_urls(),
         ]
-
-    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
-        """The row of a key, and who pins it; None also for what can be no key, which a database is not asked for."""
-        try:
-            row = super().get_object(request, valid_row_key(object_id), from_field)
-        except InvalidKey:
-            return None
-        if row is not None:
-            vars(row)["pinned"] = pins_of([row.lock_key]).get(row.lock_key)
-        return row
-
-    def rows(self) -> QuerySet[Lock]:
-        """All of them, with the clock that their states are computed by."""
-        raise NotImplementedError
-
-    def fields_of_owner(self, row: Lock) -> tuple[str, ...]:
-        """Those that say whose tenure would end."""
-        raise NotImplementedError
 
     def may(self, request: HttpRequest, what: str) -> bool:
         """Whether the user has that permission of ours, and may see locks."""
@@ -170,14 +149,6 @@ class Inspector(_ModelAdmin):
         return TemplateResponse(request, f"admin/dblock/lock/{template}.html", {**known, **context})
 
     # -- ending a tenure, or asking for it back
-
-    def release_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Force release."""
-        return self._end(request, object_id, FORCE_RELEASE)
-
-    def revoke_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Ask its holder to release it."""
-        return self._end(request, object_id, REVOKE)
 
     def _end(self, request: HttpRequest, object_id: str, ending: Ending) -> HttpResponse:
         self._demand(request, ending.permission)
@@ -195,27 +166,27 @@ class Inspector(_ModelAdmin):
         form = ReasonForm(request.POST if request.method == "POST" else None, initial={"fence": row.fence})
         if form.is_valid():
             reason, fence = form.cleaned_data["reason"], form.cleaned_data["fence"]
-            if self._told(request, lambda store, words: ending.end(store, key, fence, words), reason):
+            words = f"{request.user.get_username()}: {' '.join(reason.split())}"[:TEXT_LENGTH]
+            if self._told(request, ending.end(store_for(default_alias()), key, fence, words)):
                 messages.success(request, ending.done % {"key": printable(key)})
                 if but:
                     messages.warning(request, but)
                 self.log_change(request, row, ending.log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
-        fields = self.fields_of_owner(row)
+        waits = state_of(row) == "waiting"
+        fields = ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
         names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
         told = {
             "facts": [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names],
-            "what_happens": ending.to_waiting if "next_to_enter" in fields else ending.to_holder,
+            "what_happens": ending.to_waiting if waits else ending.to_holder,
             "verb": ending.verb,
         }
         return self._page(request, "end", str(ending.title), object=row, form=form, back=back, but=but, **told)
 
-    def _told(self, request: HttpRequest, end: Callable[[DjangoStore, str], Steps[bool]], reason: str) -> bool:
+    def _told(self, request: HttpRequest, end: Steps[bool]) -> bool:
         """Whether it was done; if not, the user is told why."""
-        store = store_for(default_alias())
-        words = f"{request.user.get_username()}: {' '.join(reason.split())}"[:TEXT_LENGTH]
         try:
-            if drive(end(store, words)):
+            if drive(end):
                 return True
             messages.warning(request, _("That lock was over already. Nothing was changed."))
         except (LockError, ValueError) as error:
@@ -275,10 +246,10 @@ class Inspector(_ModelAdmin):
         store = store_for(default_alias())
         found = drive(administration.all_waiters(store, SHOWN + 1))
         more, found = SHOWN if len(found) > SHOWN else 0, found[:SHOWN]
-        rows = self.rows().in_bulk({each.key for each in found})
+        rows = self.get_queryset(request).in_bulk({each.key for each in found})
         waiters = [
-            {**told, "holder": self._shown(rows[each.key], "held_by") if each.key in rows else "–"}
-            for each, told in zip(found, queue(found), strict=True)
+            {**shown(each), "holder": self._shown(rows[each.key], "held_by") if each.key in rows else "–"}
+            for each in found
         ]
         return self._page(request, "waiters", _("Who waits"), waiters=waiters, more=more)
 
@@ -286,14 +257,13 @@ class Inspector(_ModelAdmin):
         """What happened last, to whatever key, where a history is kept."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        found = self.history(request, lambda store: administration.all_events(store, SHOWN))
+        found = self.history(request, administration.all_events(store_for(default_alias()), SHOWN))
         return self._page(request, "history", _("What happened"), events=told(found))
 
-    def history(self, request: HttpRequest, events: Callable[[DjangoStore], Steps[list[EventInfo]]]) -> list[EventInfo]:
+    def history(self, request: HttpRequest, events: Steps[list[EventInfo]]) -> list[EventInfo]:
         """The events; none, and the user is told why, where their table is missing or may not be read."""
-        store = store_for(default_alias())
         try:
-            return drive(events(store))
+            return drive(events)
         except LockStoreError as error:
             messages.warning(request, str(error))
             return []
@@ -314,6 +284,14 @@ def pinned_of(row: Lock) -> Pinned | None:
     return found
 
 
+def state_of(row: Lock) -> str:
+    """The state of a row that was asked for, one of `dblock.admin.STATES`."""
+    read: str = vars(row)["read"]
+    if read == "free" and vars(row).get("shared"):
+        return "shared"
+    return "pinned" if read in {"free", "expired"} and pinned_of(row) else read
+
+
 def pins_shown(pinned: Pinned) -> SafeString:
     """The transactions, each with the SQL that ends it; and what may not be seen of them."""
     line = '<div class="dblock-pin">{}. {} <code>{}</code></div>'
@@ -323,30 +301,16 @@ def pins_shown(pinned: Pinned) -> SafeString:
 
 def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:
     """The readers or permits of a key, as the template shows them."""
-    prefix = key + SHARE
-    shares = drive(administration.survey(store, key, QUEUED, prefix=prefix))
-    return [
-        {
-            "key": share.info.key,
-            "shown": printable(share.info.key),
-            "identity": named(share.info.identity),
-            "held": span(share.info.age),
-            "label": printable(share.info.label),
-        }
-        for share in shares
-        if share.info.key.startswith(prefix)
-    ]
+    shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
+    return [shown(share.info) for share in shares]
 
 
-def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:
-    """As the templates show it."""
-    return [
-        {
-            "key": each.key,
-            "shown": printable(each.key),
-            "waiting": span(each.age),
-            "identity": named(each.identity),
-            "label": printable(each.label),
-        }
-        for each in waiters
-    ]
+def shown(row: LockInfo | WaiterInfo) -> dict[str, Any]:
+    """A holder or a waiter, as the templates show it."""
+    return {
+        "key": row.key,
+        "shown": printable(row.key),
+        "since": span(row.age),
+        "identity": named(row.identity),
+        "label": printable(row.label),
+    }

@@ -13,10 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from django.utils import timezone
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext, pgettext
+from django.utils.translation import ngettext
 
 from dblock.core.text import printable
-from dblock.core.values import Identity
 from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.wording import moment, named, said, span
 
@@ -34,18 +33,6 @@ class Stretch(NamedTuple):
     begun: float
     ended: float
     words: str
-
-
-class Holding(NamedTuple):
-    """Who has a key."""
-
-    identity: Identity
-    label: str
-    fence: int
-    age: float
-    """Seconds since the tenure began."""
-    over: float
-    """Seconds since its lease has ended; 0 if it lasts."""
 
 
 class Bar(NamedTuple):
@@ -67,8 +54,11 @@ class Timeline(NamedTuple):
     """What is said of the begin, the middle and the end."""
 
 
-def timeline(events: Sequence[EventInfo], held: Holding | None) -> Timeline | None:
-    """The picture of a key's last events, the latest first; None if there is nothing to be seen."""
+def timeline(events: Sequence[EventInfo], held: EventInfo | None) -> Timeline | None:
+    """The picture of a key's last events, the latest first; None if there is nothing to be seen.
+
+    `held`: who has the key, as an event of the kind `held`. Its `age` is 0 while the lease lasts.
+    """
     stretches = _stretches(events, held)
     if not stretches:
         return None
@@ -90,20 +80,21 @@ def timeline(events: Sequence[EventInfo], held: Holding | None) -> Timeline | No
     return Timeline(summary, lanes, [_("%s ago") % span(oldest), span(oldest / 2), _("now")])
 
 
-def _stretches(events: Sequence[EventInfo], held: Holding | None) -> list[Stretch]:
+def _stretches(events: Sequence[EventInfo], held: EventInfo | None) -> list[Stretch]:
     found, ended = [], set[tuple[int, str]]()
-    if held is not None:
-        over, age = held.over, held.age
-        ended.add((held.fence, str(held.identity)))
-        words = _("had it until its lease ended, %s ago") % span(over) if over else _("has it now, for %s") % span(age)
-        found.append(_stretch(held, "open" if over else "held", age, over, words))
 
     def next_began(fence: int) -> float:
         return max((each.age for each in events if each.kind == "acquired" and each.fence > fence), default=0.0)
 
-    for event in events:
+    for event in events if held is None else (held, *events):
         begun, who = event.age + event.seconds, str(event.identity)
         match event.kind:
+            case "held":
+                ended.add((event.fence, who))
+                words = _("has it now, for %s") % span(begun)
+                if event.age:
+                    words = _("had it until its lease ended, %s ago") % span(event.age)
+                found.append(_stretch(event, "open" if event.age else "held", begun, event.age, words))
             case "released":
                 ended.add((event.fence, who))
                 found.append(_stretch(event, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
@@ -126,23 +117,13 @@ def _stretches(events: Sequence[EventInfo], held: Holding | None) -> list[Stretc
     return found
 
 
-def _stretch(whose: Holding | EventInfo, kind: str, begun: float, ended: float, words: str) -> Stretch:
-    name = ", ".join(filter(None, (printable(whose.label), named(whose.identity))))
+def _stretch(event: EventInfo, kind: str, begun: float, ended: float, words: str) -> Stretch:
+    name = ", ".join(filter(None, (printable(event.label), named(event.identity))))
     return Stretch(name, kind, max(begun, ended), max(ended, 0.0), f"{name}: {words}")
 
 
 def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
     """Events as a table shows them."""
-    kinds = {
-        "acquired": pgettext("lock", "acquired"),
-        "gave_up": pgettext("lock", "gave up"),
-        "released": pgettext("lock", "released"),
-        "lost": pgettext("lock", "lost"),
-        "at_risk": pgettext("lock", "at risk"),
-        "forced": pgettext("lock", "forced"),
-        "reaped": pgettext("lock", "reaped"),
-        "omitted": pgettext("lock", "omitted"),
-    }
     lengths = {
         "acquired": _("waited %s"),
         "gave_up": _("waited %s"),
@@ -156,7 +137,7 @@ def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
             "when": span(event.age),
             "key": printable(event.key),
             "label": printable(event.label),
-            "what": kinds.get(event.kind, printable(event.kind)),
+            "what": said(event.kind),
             "length": _length(event, events, lengths),
             "at": moment(timezone.now() - timedelta(seconds=event.age)),
             "detail": said(event.detail),

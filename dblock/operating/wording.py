@@ -25,6 +25,11 @@ _UNITS: Final[dict[str, Any]] = {
     "d": pgettext_lazy("time", "d"),
 }
 _WORDS: Final[dict[str, Any]] = {
+    "acquired": pgettext_lazy("lock", "acquired"),
+    "at risk": pgettext_lazy("lock", "at risk"),
+    "forced": pgettext_lazy("lock", "forced"),
+    "reaped": pgettext_lazy("lock", "reaped"),
+    "omitted": pgettext_lazy("lock", "omitted"),
     "at once": pgettext_lazy("lock", "at once"),
     "waited": pgettext_lazy("lock", "waited"),
     "handed over": pgettext_lazy("lock", "handed over"),
@@ -44,7 +49,7 @@ _WORDS: Final[dict[str, Any]] = {
     "gave up": pgettext_lazy("lock", "gave up"),
     "lost": pgettext_lazy("lock", "lost"),
 }
-"""Of `How` and `Reason`, and why an attempt was given up."""
+"""Of `Kind`, `How` and `Reason`, and why an attempt was given up."""
 
 
 def span(seconds: float) -> str:
@@ -76,5 +81,5 @@ def pin_told(pin: Pin) -> str:
 
 
 def said(word: str) -> str:
-    """How something happened, or why."""
+    """What happened, how, or why."""
     return str(_WORDS.get(word.replace("_", " "), printable(word)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Final, Self
 
 from dblock.core import runtime
@@ -106,18 +105,14 @@ class Busy:
         drive(self._begin())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         drive(self._end())
 
     async def __aenter__(self) -> Self:
         await adrive(self._begin())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await adrive(self._end())
 
 

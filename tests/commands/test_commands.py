@@ -264,7 +264,7 @@ def test_a_database_that_is_not_there(
         gone = one("show", "k", "--using", "nowhere")
         assert gone.returncode == 1
         assert "there is no database 'nowhere'" in gone.stderr
-        monkeypatch.setattr("dblock.checks._check_tables", Mock(side_effect=OperationalError))
+        monkeypatch.setattr("dblock.checks._check_ours", Mock(side_effect=OperationalError))
         assert "reachable" in one("doctor").stdout, "and what Django's checks say without it"
         return
     timed(monkeypatch, retry_budget=0.5)  # nobody listens there

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,8 @@ POOLED = {"pooler"} if POOLER else frozenset()
 def findings(database: str | URL, *only: str, **options: Any) -> dict[str, list[Finding]]:
     """By the check's name, all of them or some; over an engine of its own."""
     engine = create_engine(url(database) if isinstance(database, str) else database, **options)
-    context = Context(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
+    lock = partial(db_lock, engine)
+    context = Context(store_for(engine), lock, lock, lock, lambda: None, (), "here")
     checks = [check for check in checkup.CHECKS if not only or check.look.__name__ in only]
     found: dict[str, list[Finding]] = {}
     try:

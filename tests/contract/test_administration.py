@@ -267,6 +267,7 @@ def test_all_keys_are_seen_a_page_at_a_time(sync_protocol: Subject, desk: Desk) 
     with sync_protocol.lock("b", label="mine") as lock:
         assert [each.info.key for each in desk.survey()] == ["b", "m"]
         assert [each.info.key for each in desk.survey("b")] == ["m"]
+        assert [each.info.key for each in desk.survey("a", free=True, prefix="b")] == ["b"]
         seen = desk.survey(free=True)
         assert [each.info.key for each in seen] == sorted([*keys, "m"])
         pages = [desk.survey(after, 3, free=True) for after in ("", "a", "é")]

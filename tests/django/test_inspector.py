@@ -32,7 +32,7 @@ from dblock.models import Lock, LockEvent, Waiter
 from dblock.operating import administration, inspector
 from dblock.operating.administration import EventInfo, truly_held
 from dblock.operating.inspector import QUEUED
-from dblock.operating.timeline import Holding, timeline, told
+from dblock.operating.timeline import timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, SERVERS, run
 from tests.django.test_app import Everything
@@ -316,6 +316,7 @@ def test_a_long_queue_is_cut(site: Site) -> None:
     text = page(client, change("k"))
     assert f"and {1000 - QUEUED} more" in text
     assert text.count('<td class="dblock-span">') == QUEUED
+    assert '<td class="dblock-span"></td>' not in text
     assert "more" not in re.sub(r"<(style|script).*?</\1>", "", page(client, change("b")).partition('id="queue"')[2])
     run(name, "DELETE FROM locks")
     run(name, "DELETE FROM lock_waiters")
@@ -385,6 +386,7 @@ def test_the_holders_of_shares(site: Site) -> None:
         assert 'data-state="shared"' in page(client, change("k"))
         assert f"{LIST}k%1Fr%20{row[-16:]}/change/" in page(client, change("k"))
         assert f"s (permit {permit.slot})" in page(client, change("s"))
+        assert '<td class="dblock-span"></td>' not in page(client, change("s"))
         assert "(permit" not in page(client, change("k"))
         answer = client.post(change(row, "release"), {"fence": read.fence, "reason": "enough"}, follow=True)
         assert "was released" in answer.content.decode()
@@ -607,7 +609,7 @@ def test_a_loss_that_was_noticed_late() -> None:
         EventInfo("k", "acquired", 8, 5.0, 0.0, "free", "", next_),
         EventInfo("k", "acquired", 7, 13.0, 0.0, "free", "", loser),
     ]
-    drawn = timeline(happened, Holding(next_, "", 8, 5.0, 0.0))
+    drawn = timeline(happened, EventInfo("k", "held", 8, 0.0, 5.0, "", "", next_))
     assert drawn is not None
     [held], [lost] = drawn.lanes.values()
     assert (held.kind, lost.kind) == ("held", "lost")
@@ -634,7 +636,8 @@ def test_a_loss_that_was_noticed_before_the_next_one_began() -> None:
 def test_a_tenure_whose_lease_has_ended() -> None:
     """It is not drawn as if its holder were still at it."""
     dead = Identity("h", 1, "", "", "")
-    drawn = timeline([EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)], Holding(dead, "", 7, 300.0, 240.0))
+    acquired = EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)
+    drawn = timeline([acquired], EventInfo("k", "held", 7, 240.0, 60.0, "", "", dead))
     assert drawn is not None
     [[bar]] = drawn.lanes.values()
     assert bar.kind == "open"

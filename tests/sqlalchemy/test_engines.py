@@ -188,6 +188,14 @@ def test_a_decorator_names_its_engine(engine: Engine) -> None:
         db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
 
 
+def test_several_locks_that_are_made_already(engine: Engine) -> None:
+    """They have an engine and options of their own: a key beside them has none."""
+    with pytest.raises(TypeError, match="ttl is for keys"):
+        db_locks(db_lock(engine, "a"), ttl=3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="'b' needs an engine"):
+        db_locks(db_lock(engine, "a"), "b")  # type: ignore[call-overload]
+
+
 @pytest.mark.filterwarnings("ignore:No driver name specified:sqlalchemy.exc.SAWarning")
 @pytest.mark.parametrize("name", ["oracle+oracledb", "mssql+pyodbc"])
 def test_other_databases_are_refused(name: str) -> None:
@@ -463,6 +471,21 @@ def test_prepared_statements_survive_a_discard(database: str, discard: str) -> N
     with lock:
         assert lock.verify()
     engine.dispose()
+
+
+@pytest.mark.direct
+def test_an_async_engine_prepares_too(postgresql: object) -> None:
+    """With psycopg, on the connection of an event loop."""
+
+    async def take() -> None:
+        engine = create_async_engine(url("postgresql"))
+        async with db_lock(engine, "k"):
+            pass
+        [connection] = store_for(engine.sync_engine)._source._idle  # type: ignore[attr-defined]
+        assert connection.prepared is not None
+        await engine.dispose()
+
+    asyncio.run(take())
 
 
 @pytest.mark.direct

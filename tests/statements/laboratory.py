@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure, Reply, Statement, on_server, perform
 from dblock.core.statements.dialect import Dialect
-from dblock.operating.statements.administration import Administration, administration
+from dblock.operating.statements.administration import administration
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0
@@ -357,15 +357,12 @@ TABLES: Final = (("locks", KEYS, "lock_key"), ("lock_waiters", PLACES, "owner"),
 
 def named(dialect: Dialect, name: str) -> Statement:
     """A statement by its name, be it of the key's row, of the queue, of the shares or of an administrator."""
-    homes = (dialect, administration(dialect.name))
-    statement: Statement = next(getattr(home, name) for home in homes if hasattr(home, name))
-    return statement
+    return statements(dialect)[name]
 
 
 def statements(dialect: Dialect) -> dict[str, Statement]:
     """All of them."""
-    names = [*vars(dialect), *Administration._fields]
-    found: dict[str, Any] = {name: named(dialect, name) for name in names}
+    found = vars(dialect) | administration(dialect.name)
     return {name: statement for name, statement in found.items() if isinstance(statement, Statement)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from dblock.kinds import db_lock, db_rwlock, db_semaphore
 from dblock.operating.commands import doctor
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
-from dblock.operating.commands.parser import add_verbs
+from dblock.operating.commands.parser import add_verbs, whole_number
 from dblock.place import default_alias
 from dblock.store import store_for
 
@@ -46,7 +46,7 @@ class Command(BaseCommand):
             "schedule-reaper",
             help="have django-celery-beat run the task dblock.reap_expired; once more: change how often",
         )
-        reaper.add_argument("--every", type=_seconds, default=600, metavar="SECONDS", help="600 by default")
+        reaper.add_argument("--every", type=whole_number, default=600, metavar="SECONDS", help="600 by default")
         reaper.add_argument("--using", action="append", metavar="ALIAS", help="reap there; may be given several times")
         for each in commands.choices.values():
             _also_here(each)
@@ -89,13 +89,13 @@ def context(alias: str) -> Context:
     return Context(
         store_for(alias),
         partial(db_lock, using=alias),
+        partial(db_rwlock, using=alias),
+        partial(db_semaphore, using=alias),
         lambda: make_tables(alias),
         (DatabaseError,),
         f"database {alias!r}",
         "manage.py dblock",
         valid_retention(conf.settings().RETENTION),
-        partial(db_rwlock, using=alias),
-        partial(db_semaphore, using=alias),
     )
 
 
@@ -110,28 +110,20 @@ def make_tables(alias: str) -> None:
 
 def schedule_reaper(every: int, using: list[str] | None) -> str:
     """Have django-celery-beat reap; what to say about it."""
-    from dblock.celery import beat_schedule  # noqa: PLC0415 - needs Celery
-
     if not apps.is_installed("django_celery_beat"):
         raise CommandError(
             "django_celery_beat is not in INSTALLED_APPS. Without it the schedule is in the settings: "
             "CELERY_BEAT_SCHEDULE = {**dblock.celery.beat_schedule(every=600), ...}"
         )
+    from django_celery_beat.schedulers import ModelEntry, PeriodicTask  # noqa: PLC0415 - need Celery
+
+    from dblock.celery import beat_schedule  # noqa: PLC0415 - likewise
+
     [(name, entry)] = beat_schedule(every, **({"using": using} if using else {})).items()
-    models = apps.get_app_config("django_celery_beat")
-    intervals = models.get_model("IntervalSchedule")._default_manager
-    wanted = {"every": every, "period": "seconds"}
-    interval = intervals.filter(**wanted).first() or intervals.create(**wanted)
-    others = ("crontab", "solar", "clocked")
-    told = {
-        "task": entry["task"],
-        "kwargs": json.dumps(entry["kwargs"]),
-        "interval": interval,
-        "expire_seconds": every,
-        "enabled": True,
-        **dict.fromkeys(others),
-    }
-    models.get_model("PeriodicTask")._default_manager.update_or_create(name=name, defaults=told)
+    schedules = dict.fromkeys(field for *_, field in ModelEntry.model_schedules)
+    schedules["interval"], _ = ModelEntry.to_model_schedule(entry["schedule"])
+    told = {"task": entry["task"], "kwargs": json.dumps(entry["kwargs"]), "expire_seconds": every, "enabled": True}
+    PeriodicTask._default_manager.update_or_create(name=name, defaults={**schedules, **told})
     return f"django-celery-beat runs {name} every {every} s"
 
 
@@ -145,10 +137,3 @@ def _system_checks(alias: str) -> list[Finding]:
     return [
         Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found
     ]
-
-
-def _seconds(text: str) -> int:
-    seconds = int(text)
-    if seconds < 1:
-        raise ArgumentTypeError("is a whole number of seconds, 1 at least")
-    return seconds

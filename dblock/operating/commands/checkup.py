@@ -123,15 +123,9 @@ def replication(context: Context) -> Seen:
         yield int(count) > 0, f"every take waits for standbys ({name}), of which {count} are connected"
 
 
-def _closed(context: Context) -> str:
-    """Since when keys are closed after a failover; empty if they are open."""
-    closed = context.quarantine()
-    return str(closed) if closed is not None and closed.opens_in > 0 else ""
-
-
 def quarantine(context: Context) -> Seen:
     """Keys are open."""
-    if closed := _closed(context):
+    if closed := context.closed():
         yield False, f"keys were {closed}"
 
 
@@ -144,7 +138,7 @@ def probe(context: Context) -> Seen:
         took, gave = 1000 * (taken - began), 1000 * (time.monotonic() - taken)
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
     except LockTimeout as error:
-        if not _closed(context):  # else `quarantine` says so
+        if not context.closed():  # else `quarantine` says so
             pins = "; ".join(error.pinned.told(span)) if error.pinned else ""
             why = f"it is pinned: {pins}" if pins else f"it is held by {error.holder or 'others, in turns'}"
             yield False, f"{DOCTOR!r} could not be acquired within 2 s: {why}"

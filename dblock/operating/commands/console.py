@@ -15,7 +15,6 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dblock.core.pinned import Pinned
 from dblock.core.text import printable
 from dblock.core.values import KeyKind
 from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo
@@ -83,11 +82,7 @@ def as_json(value: Any, *, indent: int | None = None) -> str:
     r"""The JSON text, which decodes to `value`: what is not printable is escaped as \uXXXX, other text stays."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     text = json.dumps(value, ensure_ascii=not utf8, indent=indent)
-    return "\n".join(printable(line, _json_escaped) for line in text.split("\n"))
-
-
-def _json_escaped(character: str) -> str:
-    return json.dumps(character)[1:-1]
+    return "\n".join(printable(line, lambda character: json.dumps(character)[1:-1]) for line in text.split("\n"))
 
 
 def can_ask() -> bool:
@@ -113,7 +108,7 @@ def agreed(question: str) -> bool:
 
 def lock_json(row: Surveyed) -> dict[str, Any]:
     """A key's row; lengths of time in seconds, by the database's clock."""
-    info = row.info
+    info, pinned = row.info, row.pinned
     return {
         "key": info.key,
         "state": row.state,
@@ -127,15 +122,10 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         "label": info.label,
         **asdict(info.identity),
         "revoked": info.revoked,
-        "pinned": None if row.pinned is None else pinned_json(row.pinned),
+        "pinned": pinned and {"transactions": [pin._asdict() for pin in pinned.pins], "hidden": pinned.hidden},
         "kind": KeyKind(info.kind).name.lower(),
         "slot": info.slot,
     }
-
-
-def pinned_json(pinned: Pinned) -> dict[str, Any]:
-    """The transactions that keep a key from being taken."""
-    return {"transactions": [pin._asdict() for pin in pinned.pins], "hidden": pinned.hidden}
 
 
 def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
@@ -17,7 +17,7 @@ from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
 from dblock.core.protocol.sending import ask
-from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.protocol.steps import Rows
 from dblock.core.protocol.store import Store
 from dblock.core.share_keys import row_key, valid_row_key
 from dblock.core.statements.base import Reply, Statement
@@ -25,8 +25,6 @@ from dblock.core.values import LockInfo
 from dblock.operating import administration
 from dblock.operating.administration import PAGE, Surveyed
 from dblock.operating.pins import pinned
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,10 @@ class Context:
     store: Store
     lock: Callable[..., SyncLock]
     """`lock(key, **options)`: a lock there."""
+    rwlock: Callable[..., Any]
+    """`rwlock(key, **options)`: a read-write lock there, for `run`."""
+    semaphore: Callable[..., Any]
+    """`semaphore(key, permits, **options)`: a semaphore there, for `run`."""
     make_tables: Callable[[], object]
     """Make the tables."""
     errors: tuple[type[Exception], ...]
@@ -46,18 +48,10 @@ class Context:
     """What was typed, for hints."""
     retention: float = 3600.0
     """Seconds for which rows of free keys stay, by default."""
-    rwlock: Callable[..., Any] | None = None
-    """`rwlock(key, **options)`: a read-write lock there, for `run`."""
-    semaphore: Callable[..., Any] | None = None
-    """`semaphore(key, permits, **options)`: a semaphore there, for `run`."""
-
-    def do(self, steps: Steps[T]) -> T:
-        """Drive these steps."""
-        return drive(steps)
 
     def read_tables(self) -> None:
         """Read all tables that a lock needs; LockError if one is missing."""
-        _ = self.inspect(DOCTOR), self.do(administration.waiters(self.store, DOCTOR, 1)), self.quarantine()
+        _ = self.inspect(DOCTOR), drive(administration.waiters(self.store, DOCTOR, 1)), self.quarantine()
 
     def has_tables(self) -> bool:
         """Whether all that a lock needs is there."""
@@ -90,7 +84,12 @@ class Context:
         With `begins` the quarantine of a server that was just promoted begins; else the answer is None there.
         """
         database = self.store.database
-        return self.do(epoch.read(database, database.now() + database.timing.retry_budget, begins=begins))
+        return drive(epoch.read(database, database.now() + database.timing.retry_budget, begins=begins))
+
+    def closed(self) -> str:
+        """Since when keys are closed after a failover, and until when; empty if they are open."""
+        found = self.quarantine()
+        return str(found) if found is not None and found.opens_in > 0 else ""
 
     def query(self, sql: str) -> Rows:
         """The rows of a statement of our own, without parameters, over these tables."""
@@ -103,7 +102,7 @@ class Context:
 
     def inspect(self, key: str) -> LockInfo | None:
         """A key's row, without the owner's token."""
-        info = self.do(tenures.inspect(self.store.database, valid_row_key(key)))
+        info = drive(tenures.inspect(self.store.database, valid_row_key(key)))
         return None if info is None else info.masked()
 
     def row_key(self, key: str) -> str:
@@ -113,7 +112,7 @@ class Context:
 
     def pinned(self, key: str) -> Pinned | None:
         """The transaction that keeps a key from being taken, or will when its tenure is over."""
-        return self.do(pinned(self.store.database, [key])).get(key)
+        return drive(pinned(self.store.database, [key])).get(key)
 
     def survey(self, prefix: str = "", *, free: bool = False) -> Iterator[Surveyed]:
         """The rows of keys that begin with `prefix`, in order, a page at a time.
@@ -123,15 +122,6 @@ class Context:
         after = prefix[:-1]
         page: list[Surveyed] | None = None
         while page is None or len(page) == PAGE:
-            page = self.do(administration.survey(self.store, after, PAGE, free=free, prefix=prefix))
-            for row in page:
-                after = row.info.key
-                if after.startswith(prefix):
-                    yield row
-                elif after > prefix:
-                    return
-
-
-def options_of(options: Any, *names: str) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+            page = drive(administration.survey(self.store, after, PAGE, free=free, prefix=prefix))
+            yield from page
+            after = page[-1].info.key if page else after

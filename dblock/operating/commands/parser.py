@@ -40,7 +40,7 @@ def _number(kind: Callable[[str], float], least: int, most: float, what: str) ->
 
 
 _seconds = _number(float, 0, 1e9, "number of seconds, 0 at least")
-_count = _number(int, 1, float("inf"), "whole number, 1 at least")
+whole_number = _number(int, 1, float("inf"), "whole number, 1 at least")
 _status = _number(int, 0, 255, "exit status, 0 to 255")
 
 
@@ -56,16 +56,16 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
     listing = _add(commands, "ls", ls, "list who holds what")
     listing.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="keys that fit, such as 'stock:*'")
     listing.add_argument("-a", "--all", action="store_true", help="also keys that nobody holds")
-    listing.add_argument("--limit", type=_count, default=1000, metavar="N", help="1000 keys by default")
+    listing.add_argument("--limit", type=whole_number, default=1000, metavar="N", help="1000 keys by default")
 
     showing = _add(commands, "show", show, "show who holds a key, and who waits for it")
     showing.add_argument("key", metavar="KEY")
-    showing.add_argument("--waiters", type=_count, default=50, metavar="N", help="of its queue; 50 by default")
-    showing.add_argument("--events", type=_count, default=20, metavar="N", help="of its history; 20 by default")
+    showing.add_argument("--waiters", type=whole_number, default=50, metavar="N", help="of its queue; 50 by default")
+    showing.add_argument("--events", type=whole_number, default=20, metavar="N", help="of its history; 20 by default")
 
     releasing = _add(commands, "release", release, "free a key by force, or ask for it back")
     releasing.add_argument("key", metavar="KEY")
-    releasing.add_argument("--fence", type=_count, metavar="N", help="only if that is the tenure's number")
+    releasing.add_argument("--fence", type=whole_number, metavar="N", help="only if that is the tenure's number")
     releasing.add_argument("--reason", metavar="TEXT", help="what its holder is told, beside who you are")
     releasing.add_argument("--ask", action="store_true", help="only ask its holder to release it")
     releasing.add_argument("-y", "--yes", action="store_true", help="do not ask whether to go on")
@@ -83,7 +83,7 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 
     watching = _add(commands, "top", top, "watch who holds what, live; --json: a line each time")
     watching.add_argument("-n", "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="1 by default")
-    watching.add_argument("-c", "--count", type=_count, metavar="N", help="so many times, then end")
+    watching.add_argument("-c", "--count", type=whole_number, metavar="N", help="so many times, then end")
 
     _ = _add(
         commands, "doctor", doctor, "find what is wrong, and say how to mend it (0: nothing, 1: warnings, 2: errors)"
@@ -98,7 +98,7 @@ def _add_run(commands: _SubParsersAction[Any]) -> None:
     kind = running.add_mutually_exclusive_group()
     kind.add_argument("--shared", action="store_true", help="read: as a reader of a read-write lock")
     kind.add_argument("--write", action="store_true", help="as the writer of a read-write lock")
-    kind.add_argument("--permits", type=_count, metavar="N", help="hold one of N permits of a semaphore")
+    kind.add_argument("--permits", type=whole_number, metavar="N", help="hold one of N permits of a semaphore")
     wait = running.add_mutually_exclusive_group()
     wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
     wait.add_argument("-n", "--nb", action="store_true", help="do not wait")

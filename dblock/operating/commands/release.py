@@ -11,6 +11,7 @@ from typing import Final
 
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import reaping
+from dblock.core.protocol.drive import drive
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import SHARE, LockInfo
@@ -52,7 +53,7 @@ def release(context: Context, options: Namespace) -> int:
     if options.yes and pinned and not options.json:
         complain(_kept(key, pinned))
     end = administration.revoke if options.ask else administration.force_release
-    done = context.do(end(context.store, key, info.fence, _words(options.reason)))
+    done = drive(end(context.store, key, info.fence, _words(options.reason)))
     if options.json:
         say_json({**lock_json(Surveyed(info, 0, pinned)), "done": done})
     elif done:
@@ -65,7 +66,7 @@ def release(context: Context, options: Namespace) -> int:
 def reap(context: Context, options: Namespace) -> int:
     """Delete the rows of keys that nobody has used for long; 0."""
     retention = context.retention if options.retention is None else valid_retention(options.retention)
-    reaped = context.do(reaping.reap(context.store.database, retention))
+    reaped = drive(reaping.reap(context.store.database, retention))
     if options.json:
         say_json(reaped._asdict())
     else:
@@ -89,7 +90,7 @@ def quarantine(context: Context, options: Namespace) -> int:
             return NOT_AGREED
         until = database.now() + database.timing.retry_budget
         change = administration.begin_quarantine if options.begin else administration.end_quarantine
-        _ = context.do(change(database, until))
+        _ = drive(change(database, until))
         found = context.quarantine()
     if options.json:
         say_json(None if found is None else found._asdict())

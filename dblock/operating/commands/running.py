@@ -32,7 +32,7 @@ from dblock.core.lock.several import SyncLocks
 from dblock.core.text import printable
 from dblock.operating.commands import watcher
 from dblock.operating.commands.console import complain
-from dblock.operating.commands.context import Context, options_of
+from dblock.operating.commands.context import Context
 
 BUSY: Final = 75
 """The lock was not free in time (EX_TEMPFAIL of sysexits.h)."""
@@ -60,7 +60,8 @@ def run(context: Context, options: Namespace) -> int:
             grace=options.kill_after,
             release="now",
             label=storable(options.argv[0]) if options.label is None else options.label,
-            **options_of(options, "ttl", "min_hold"),
+            ttl=options.ttl,
+            min_hold=options.min_hold or 0,
         ),
         timeout,
     )
@@ -84,7 +85,6 @@ def run(context: Context, options: Namespace) -> int:
 
 def _members(context: Context, options: Namespace, **given: Any) -> list[SyncLock]:
     """The locks of the keys, of the kind that was asked for."""
-    assert context.semaphore is not None and context.rwlock is not None  # noqa: S101, PT018 - both faces have them
     if options.permits:
         return [context.semaphore(key, options.permits, **given).permit() for key in options.keys]
     if options.shared or options.write:
@@ -98,8 +98,7 @@ def _busy(context: Context, key: str) -> str:
         if (info := context.inspect(key)) is not None and info.state == "held":
             held = "has no free share; first comes" if info.waits else "is held by" if info.owner else "was held by"
             return f"{printable(key)!r} {held} {printable(str(info))}"
-        closed = context.quarantine()
-        if closed is not None and closed.opens_in > 0:
+        if closed := context.closed():
             return f"{printable(key)!r} is closed: keys were {closed}"
     return f"{printable(key)!r} was not free in time"
 

@@ -15,10 +15,11 @@ from itertools import islice
 from typing import Any
 
 from dblock.core.errors import LockStoreError
+from dblock.core.protocol.drive import drive
 from dblock.core.text import printable
 from dblock.core.values import SHARE, KeyKind, LockInfo
 from dblock.operating import administration
-from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo, truly_held
+from dblock.operating.administration import EventInfo, Surveyed, truly_held
 from dblock.operating.commands.console import (
     HEADER,
     complain,
@@ -49,7 +50,7 @@ def ls(context: Context, options: Namespace) -> int:
     """List the keys that somebody holds; 0."""
     pattern: str = options.pattern
     fits = re.compile(fnmatch.translate(pattern)).match
-    closed = None
+    closed = ""
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     shares = Counter[str]()
     rows = (row for row in _counted(context.survey(prefix, free=options.all), shares) if fits(row.info.key))
@@ -66,8 +67,8 @@ def ls(context: Context, options: Namespace) -> int:
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
     with contextlib.suppress(LockStoreError):
-        closed = context.quarantine()
-    if closed is not None and closed.opens_in > 0:
+        closed = context.closed()
+    if closed:
         complain(f"{context.where} was {closed}")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
@@ -85,14 +86,14 @@ def show(context: Context, options: Namespace) -> int:
         if options.json:
             say_json(None)
         return 1
-    waiters = context.do(administration.waiters(context.store, key, options.waiters))
-    waiting = max(context.do(administration.count_waiters(context.store, key)), len(waiters))
+    waiters = drive(administration.waiters(context.store, key, options.waiters))
+    waiting = max(drive(administration.count_waiters(context.store, key)), len(waiters))
     counts = Counter[str]()
     shares = list(islice(_counted(context.survey(key + SHARE), counts), options.waiters))
     row = Surveyed(info, waiting, pinned, counts[key])
     events: list[EventInfo] = []
     try:
-        events = context.do(administration.events(context.store, key, options.events + 1))
+        events = drive(administration.events(context.store, key, options.events + 1))
     except LockStoreError as error:  # their table is missing, or may not be read
         complain(str(error))
     more, events = len(events) > options.events, events[: options.events]
@@ -108,7 +109,8 @@ def show(context: Context, options: Namespace) -> int:
         say(table(("SHARE", *HEADER[1:]), [lock_row(each) for each in shares]))
     if waiters:
         say("")
-        say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
+        places = [(str(n), span(w.age), str(w.identity), w.label or "-") for n, w in enumerate(waiters, 1)]
+        say(table(("#", "WAITING FOR", "WHO", "LABEL"), places))
         if waiting > len(waiters):
             say(f"(and {waiting - len(waiters)} more; --waiters N shows more)")
         say("(of each process that waits the first: the others of it stand behind that one, in no table)")
@@ -183,7 +185,3 @@ def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
     how = event.detail.replace("_", " ") or "-"
     when = happened(event, datetime.now(UTC)).strftime("%H:%M:%S" if event.age < 86400 / 2 else "%Y-%m-%d %H:%M:%S")
     return (when, span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")
-
-
-def _waiter(n: int, waiter: WaiterInfo) -> tuple[str, ...]:
-    return (str(n), span(waiter.age), str(waiter.identity), waiter.label or "-")

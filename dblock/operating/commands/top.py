@@ -93,14 +93,17 @@ def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
         time.sleep(max(options.interval - took, BREATH * took, 0.05))
 
 
-def _held(rows: list[Surveyed]) -> int:
-    return sum(row.info.state == "held" and not row.info.waits for row in rows)
+def _counts(rows: list[Surveyed]) -> tuple[int, int]:
+    """How many hold a key, and how many wait for one."""
+    held = sum(row.info.state == "held" and not row.info.waits for row in rows)
+    return held, sum(row.waiters + row.info.waits for row in rows)
 
 
 def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
+    held, waiting = _counts(rows)
     return {
-        "held": _held(rows),
-        "waiting": sum(row.waiters + row.info.waits for row in rows),
+        "held": held,
+        "waiting": waiting,
         "tenures_per_second": round(rates.rate(), 2),
         "locks": [{**lock_json(row), "tenures_per_second": round(rates.rate(row.info.key), 2)} for row in rows],
     }
@@ -111,7 +114,7 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    held, waiting = _held(rows), sum(row.waiters + row.info.waits for row in rows)
+    held, waiting = _counts(rows)
     head = Text.assemble(
         ("dblock top", "bold"),
         f"  {printable(context.where)}  {time.strftime('%H:%M:%S')}\n",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from dblock.core.protocol import sending
 from dblock.core.protocol.sending import Database
@@ -11,41 +11,16 @@ from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.statements import common
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
-from dblock.core.statements.vocabulary import Vocabulary
 from dblock.operating.statements import vocabulary
 
 
-class Administration(NamedTuple):
-    """Below each statement: what it does -> the columns that it answers."""
+@cache
+def administration(dialect: str) -> dict[str, Statement]:
+    """The administration's statements for a database, by name; above each what it does -> the columns that it answers.
 
-    next_keys: Statement
-    """The last of the next `most` keys after the key `after` -> key, null if there are none."""
-    list_keys: Statement
-    """Up to `most` keys after the key `after` and up to the key `upto` that are held, may be waited for, or were freed
-    from outside; with `free` all that have rows -> key; columns of `inspect`; waiters."""
-    count_waiters: Statement
-    """The number of waiters of a key."""
-    list_waiters: Statement
-    """Up to `most` waiters of a key, in the order in which they are served -> ticket, seconds since it joined, seconds
-    that its place lasts, label, host, pid, thread, program, task."""
-    list_all_waiters: Statement
-    """Up to `most` waiters of all keys, the earliest first -> key; as `list_waiters`."""
-    free: Statement
-    """End a tenure from outside, with by whom and why."""
-    revoke: Statement
-    """Ask for a tenure back."""
-    note: Statement
-    """Insert events, a JSON array of objects: their `age` is in seconds, the rest as the columns."""
-    trim: Statement
-    """Delete the oldest events, at most a thousand, so that some `keep` are left."""
-    list_events: Statement
-    """The last events of a key, at most `most`, the latest first -> key, kind, fence, seconds since, seconds, detail,
-    label, host, pid, thread, program, task."""
-    list_all_events: Statement
-    """The last events of all keys -> as `list_events`."""
-
-
-def _statements(words: Vocabulary) -> Administration:
+    `dialect`: that of the database, by its name.
+    """
+    words = vocabulary(dialect)
     info = f"""locks.owner, locks.fence, locks.count, locks.ttl, {words.since("locks.acquired_at")},
        {words.until("locks.expires_at")}, {", ".join(f"locks.{name}" for name in WHO.split(", "))},
        revoked_fence, freed_fence, revocation, kind, reading, {common.AWAITING}"""
@@ -116,27 +91,36 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
     # Safe: both read only, without locks.
     list_events = f"{events} WHERE {words.events_of_key} LIMIT {words.integer(':most')}"
     list_all_events = f"{events} ORDER BY id DESC LIMIT {words.integer(':most')}"
-    return Administration(
+    found = (
+        # The last of the next `most` keys after the key `after` -> key, null if there are none.
         Statement("next_keys", next_keys, Reply.ROWS),
+        # Up to `most` keys after the key `after` and up to the key `upto` that are held, may be waited for, or were
+        # freed from outside; with `free` all that have rows -> key; columns of `inspect`; waiters.
         Statement("list_keys", list_keys, Reply.ROWS, owners=(1,)),
+        # The number of waiters of a key.
         Statement("count_waiters", count_waiters, Reply.ROWS),
+        # Up to `most` waiters of a key, in the order in which they are served -> ticket, seconds since it joined,
+        # seconds that its place lasts, label, host, pid, thread, program, task.
         Statement("list_waiters", list_waiters, Reply.ROWS),
+        # Up to `most` waiters of all keys, the earliest first -> key; as `list_waiters`.
         Statement("list_all_waiters", list_all_waiters, Reply.ROWS),
+        # End a tenure from outside, with by whom and why.
         Statement("free", free, Reply.COUNT),
+        # Ask for a tenure back.
         Statement("revoke", revoke, Reply.COUNT),
+        # Insert events, a JSON array of objects: their `age` is in seconds, the rest as the columns.
         Statement("note", note, Reply.COUNT),
+        # Delete the oldest events, at most a thousand, so that some `keep` are left.
         Statement("trim", trim, Reply.COUNT),
+        # The last events of a key, at most `most`, the latest first -> key, kind, fence, seconds since, seconds,
+        # detail, label, host, pid, thread, program, task.
         Statement("list_events", list_events, Reply.ROWS),
+        # The last events of all keys -> as `list_events`.
         Statement("list_all_events", list_all_events, Reply.ROWS),
     )
-
-
-@cache
-def administration(dialect: str) -> Administration:
-    """The administration's statements for a database, by its dialect's name."""
-    return _statements(vocabulary(dialect))
+    return {each.name: each for each in found}
 
 
 def ask(database: Database, name: str, parameters: Parameters, **how: Any) -> Steps[Rows]:
-    """The answer to a statement of `Administration`; `how` as for `sending.ask`."""
-    return sending.ask(database, getattr(administration(database.dialect.name), name), parameters, **how)
+    """The answer to the statement of that name; `how` as for `sending.ask`."""
+    return sending.ask(database, administration(database.dialect.name)[name], parameters, **how)
