@@ -170,6 +170,10 @@ class BaseLocks(Operations):
             _ = yield from lock._verify()
         return True
 
+    def _guard(self, *given: object, awaits: bool = False) -> Steps[None]:
+        for lock in self._in_order():
+            yield from lock._guard(*given, awaits=awaits)
+
     def _exit(self, opened: list[Any]) -> Steps[None]:
         """End a `with`; `opened`: the blocks of its end."""
         block = innermost(opened, self.keys)
@@ -219,8 +223,7 @@ class SyncLocks(BaseLocks, BlockingLocks):
 
     def guard(self, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends; `given` as for `Lock.guard`."""
-        for lock in self._in_order():
-            lock.guard(*given)
+        self._drive(self._guard(*given))
 
 
 class AsyncLocks(BaseLocks, AwaitingLocks):
@@ -231,5 +234,4 @@ class AsyncLocks(BaseLocks, AwaitingLocks):
 
     async def guard(self: BaseLocks, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends."""
-        for lock in self._in_order():
-            await getattr(lock, "aguard", lock.guard)(*given)
+        await self._adrive(self._guard(*given, awaits=True))
