@@ -317,14 +317,14 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
     either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the last moment of acquire(), and of the beginning of a block."""
+
+    class Interrupting(dict[Any, Any]):
+        def update(self, *given: Any, **more: Any) -> None:
+            super().update(*given, **more)
+            raise Interrupted
+
     sem = semaphore(either, 3)
-    add = sem._add
-
-    def interrupted(*given: Any, **more: Any) -> None:
-        add(*given, **more)
-        raise Interrupted
-
-    monkeypatch.setattr(sem, "_add", interrupted)
+    monkeypatch.setattr(sem, "_held", Interrupting())
     begin: Callable[[], Any]
     for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
         with pytest.raises(Interrupted):
