@@ -433,6 +433,22 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     assert in_use(either) == []
 
 
+def test_the_semaphore_leaves_what_it_has_entered_itself(either: Subject, actor: Actor) -> None:
+    """A permit that its caller has acquired once more stays held, for its caller to release; and it is one permit."""
+    sem = semaphore(either, 4)
+    assert actor.call(sem, "acquire", n=2)
+    permit = sem.held[0]
+    assert actor.call(permit, "acquire")
+    actor.call(sem, "release", 2)
+    assert (sem.held, len(in_use(either)), actor.get(permit, "count")) == ([], 1, 1)
+    actor.call(permit, "release")
+    assert in_use(either) == []
+    assert actor.call(permit, "acquire")
+    assert len(in_use(either)) == 1
+    actor.call(permit, "release")
+    assert in_use(either) == []
+
+
 @pytest.mark.parametrize("subject", PROTOCOL[:2], indirect=True, ids=str)
 def test_a_permit_that_its_caller_enters_is_not_of_the_with_of_the_semaphore(subject: Subject, actor: Actor) -> None:
     """An ExitStack that has entered the semaphore ends its own permit, and the one that is entered stays."""

@@ -171,7 +171,7 @@ class BaseSemaphore(Operations, Generic[P]):
     # -- the operations, as steps
 
     def _own(self, n: int, begin: Callable[[P], Steps[object]]) -> Steps[list[P]]:
-        """Begin `n` new permits, and own them, or none; none if they were not free in time."""
+        """Begin `n` new permits, and own them; none if they were not free in time, or if anything interrupts that."""
         permits = [self.permit() for _ in range(n)]
         permits[0]._wanted = n
         for each in permits:
@@ -210,7 +210,7 @@ class BaseSemaphore(Operations, Generic[P]):
         mine = [each for each in self.held if self._held.get(each) not in each._blocks]  # no `with` has entered it
         mine.sort(key=lambda permit: permit._flow.driver is flow)  # stable: those of this flow last
         for permit in mine[::-1] if n <= len(mine) else ():
-            # Without a block another thread releases it at this moment.
+            # If it has no block any more, another thread releases it at this moment.
             if len(chosen) < n and (block := self._held.pop(permit, None)):
                 chosen.append((permit, block))
         if len(chosen) < n:
