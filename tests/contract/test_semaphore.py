@@ -24,6 +24,7 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
+from dblock.core.lock import entering
 from dblock.core.protocol import tenures
 from dblock.core.values import SHARE
 from tests.conftest import SELDOM, timed
@@ -332,6 +333,22 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
         assert sem.held == in_use(either) == []
 
 
+def test_an_interrupt_among_several_leaves_none(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the permit that has begun, nor the tenures of those that have not."""
+    sem, acquire, begun = semaphore(either, 3), entering.acquire, list[Any]()
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        begun.append(given)
+        if len(begun) == 2:
+            raise Interrupted
+        return acquire(*given, **more)
+
+    monkeypatch.setattr(entering, "acquire", interrupted)
+    with pytest.raises(Interrupted):
+        actor.call(sem, "acquire", n=3)
+    assert sem.held == in_use(either) == []
+
+
 def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
     sem, end, interrupts = semaphore(either, 3), tenures.end, [Interrupted()]
@@ -431,6 +448,19 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
     assert in_use(either) == []
+
+
+def test_a_flow_releases_its_own_permits_first(either: Subject, actor: Actor, other: Actor) -> None:
+    """Though another one has acquired a later one; and then whatever the object holds."""
+    sem = semaphore(either, 3)
+    assert actor.call(sem, "acquire")
+    [mine] = sem.held
+    assert other.call(sem, "acquire")
+    [theirs] = [permit for permit in sem.held if permit is not mine]
+    actor.call(sem, "release")
+    assert sem.held == [theirs]
+    actor.call(sem, "release")
+    assert sem.held == in_use(either) == []
 
 
 def test_the_semaphore_leaves_what_it_has_entered_itself(either: Subject, actor: Actor) -> None:
