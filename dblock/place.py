@@ -15,7 +15,6 @@ from dblock import conf, signals
 from dblock.async_code import SynchronousOnlyOperation, in_async_code
 from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, HoldObserver
-from dblock.core.lock import operations
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.key_template import adecorated
 from dblock.core.lock.locks import (
@@ -190,13 +189,11 @@ class Lock(Twins, SyncLock):
         Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
         it was taken, TransactionManagementError outside of atomic().
         """
-        hold, step = self._drive(operations.guarding(self))
-        self._drive(operations.guarded(self, hold, self._place.pin(hold, using, step)))
+        self._drive(self._guard(using))
 
     async def aguard(self, using: str | None = None) -> None:
         """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
-        hold, step = await self._adrive(operations.guarding(self))
-        await self._adrive(operations.guarded(self, hold, await self._place.apin(hold, using, step)))
+        await self._adrive(self._guard(using, awaits=True))
 
     def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
         """A `with` or decorator that takes the lock, and runs its body in a transaction that the lock guards.

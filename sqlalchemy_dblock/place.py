@@ -12,7 +12,6 @@ from sqlalchemy import Engine
 
 from dblock.core import runtime
 from dblock.core.holding.flow import Hold, HoldObserver
-from dblock.core.lock import operations
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
 from dblock.core.lock.locks import SyncLock, refuse_interrupt, refuses
 from dblock.core.lock.place import Place
@@ -179,8 +178,7 @@ class Lock(Begins, SyncLock):
         Raises LockLost if this flow no longer holds the lock, StaleSnapshot if the transaction reads as of a moment
         before it was taken, ValueError in autocommit mode.
         """
-        hold, step = self._drive(operations.guarding(self))
-        self._drive(operations.guarded(self, hold, self._place.pin(hold, session_or_connection, step)))
+        self._drive(self._guard(session_or_connection))
 
 
 class AsyncLock(AsyncBegins, CoreAsyncLock):
@@ -193,6 +191,4 @@ class AsyncLock(AsyncBegins, CoreAsyncLock):
 
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
         """Keep the key until the open transaction ends, whatever happens: no other tenure begins before."""
-        hold, step = await self._adrive(operations.guarding(self))
-        pinned = await self._place.apin(hold, session_or_connection, step)
-        await self._adrive(operations.guarded(self, hold, pinned))
+        await self._adrive(self._guard(session_or_connection, awaits=True))

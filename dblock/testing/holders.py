@@ -17,7 +17,7 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.request import Request
-from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.acquire.sharing import Sharing, held_shares
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
@@ -32,7 +32,6 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.share_keys import PERMITS_MAX
 from dblock.core.validation import valid_key, valid_text, valid_ttl
 from dblock.core.values import Grant, KeyKind, Seconds, Tenure
 from dblock.operating.administration import force_release
@@ -73,8 +72,8 @@ class Busy:
             raise TypeError(f"{self._key!r} is the key of a semaphore: give busy() the semaphore itself")
         reading = 0 if lock is None else lock._reading
         if kind is not KeyKind.LOCK and not reading:
-            rows = yield from listed(database, self._key, PERMITS_MAX, database.now() + PATIENCE)
-            if shares := [str(row[0]) for row in rows if row[3] > 0]:
+            shares = yield from held_shares(database, self._key, until=database.now() + PATIENCE)
+            if shares:
                 info = yield from tenures.inspect(database, shares[0])
         if info is not None and info.state == "held":
             raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
@@ -87,7 +86,7 @@ class Busy:
             found = yield from (Sharing(attempt).write() if kind is KeyKind.READ_WRITE else acquire(attempt))
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
-        self._grants = [found, *getattr(lock, "_others", ())]
+        self._grants = [found, *getattr(lock, "_granted", ())]
         if isinstance(self._store, InMemory):
             self._store.strangers |= {each.tenure: each.ttl if self._ttl is None else 0.0 for each in self._grants}
 

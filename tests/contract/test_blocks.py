@@ -176,6 +176,11 @@ def test_a_semaphore_has_one_block_in_each_flow(either: Subject, actor: Actor, o
     assert third.state == "held"
     actor.do(leave(either, sem))
     assert tenures(either) == set()
+    assert sem._withs == [], "it keeps no block that has ended"
+    assert actor.call(third, "acquire")
+    assert sem.held == [], "nor a permit: this one is its caller's now"
+    actor.call(third, "release")
+    assert tenures(either) == set()
 
 
 # -- ends that no `with` has loaded

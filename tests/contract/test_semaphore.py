@@ -24,6 +24,7 @@ from dblock.core.errors import (
     Reason,
     WrongKind,
 )
+from dblock.core.lock import entering
 from dblock.core.protocol import tenures
 from dblock.core.values import SHARE
 from tests.conftest import SELDOM, timed
@@ -317,19 +318,35 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
     either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the last moment of acquire(), and of the beginning of a block."""
+
+    class Interrupting(dict[Any, Any]):
+        def update(self, *given: Any, **more: Any) -> None:
+            super().update(*given, **more)
+            raise Interrupted
+
     sem = semaphore(either, 3)
-    add = sem._add
-
-    def interrupted(*given: Any, **more: Any) -> None:
-        add(*given, **more)
-        raise Interrupted
-
-    monkeypatch.setattr(sem, "_add", interrupted)
+    monkeypatch.setattr(sem, "_held", Interrupting())
     begin: Callable[[], Any]
     for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
         with pytest.raises(Interrupted):
             begin()
         assert sem.held == in_use(either) == []
+
+
+def test_an_interrupt_among_several_leaves_none(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the permit that has begun, nor the tenures of those that have not."""
+    sem, acquire, begun = semaphore(either, 3), entering.acquire, list[Any]()
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        begun.append(given)
+        if len(begun) == 2:
+            raise Interrupted
+        return acquire(*given, **more)
+
+    monkeypatch.setattr(entering, "acquire", interrupted)
+    with pytest.raises(Interrupted):
+        actor.call(sem, "acquire", n=3)
+    assert sem.held == in_use(either) == []
 
 
 def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +447,35 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
     actor.call(again, "release")
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
+    assert in_use(either) == []
+
+
+def test_a_flow_releases_its_own_permits_first(either: Subject, actor: Actor, other: Actor) -> None:
+    """Though another one has acquired a later one; and then whatever the object holds."""
+    sem = semaphore(either, 3)
+    assert actor.call(sem, "acquire")
+    [mine] = sem.held
+    assert other.call(sem, "acquire")
+    [theirs] = [permit for permit in sem.held if permit is not mine]
+    actor.call(sem, "release")
+    assert sem.held == [theirs]
+    actor.call(sem, "release")
+    assert sem.held == in_use(either) == []
+
+
+def test_the_semaphore_leaves_what_it_has_entered_itself(either: Subject, actor: Actor) -> None:
+    """A permit that its caller has acquired once more stays held, for its caller to release; and it is one permit."""
+    sem = semaphore(either, 4)
+    assert actor.call(sem, "acquire", n=2)
+    permit = sem.held[0]
+    assert actor.call(permit, "acquire")
+    actor.call(sem, "release", 2)
+    assert (sem.held, len(in_use(either)), actor.get(permit, "count")) == ([], 1, 1)
+    actor.call(permit, "release")
+    assert in_use(either) == []
+    assert actor.call(permit, "acquire")
+    assert len(in_use(either)) == 1
+    actor.call(permit, "release")
     assert in_use(either) == []
 
 

@@ -16,10 +16,10 @@ from dblock.core.holding.flow import Hold
 from dblock.core.lock import guarded as guarded_module
 from dblock.core.lock import operations
 from dblock.core.lock.guarded import Guarded
-from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
+from dblock.core.statements import DIALECTS
 from tests.conftest import timed
-from tests.core.test_holds import FakeLock, FakeStore
+from tests.core.test_holds import FakeLock, FakePlace, FakeStore
 from tests.support.lab import LONG
 from tests.support.model import Interrupted, World
 from tests.support.steps import skipped
@@ -42,6 +42,7 @@ class BodyError(Exception):
 class Place(FakeStore):
     """One key, the transaction of one block, and others who take the key whenever they can."""
 
+    pin = DIALECTS["postgresql"].pin
     renewable = False
     """Nothing is left to a thread, whose steps would come at any time."""
 
@@ -96,17 +97,24 @@ class Place(FakeStore):
         self.committed, self.pinned = True, False
 
 
+class Face(FakePlace):
+    """That of the lock, which pins it in the transaction of the world."""
+
+    _store: Place
+
+    def pin(self, *_: object) -> Rows:
+        pinned: Rows = self._store.step("pin", self._store.keep_others_out)
+        return pinned
+
+
 class Lock(FakeLock):
     """A lock whose guard() is as those of the faces."""
 
     store: Place
 
-    def guard(self, _: object) -> None:
-        [hold] = [self._surely_held()]
-        place = self.store
-        hold.grant.guarded = True
-        pinned = place.step("pin", place.keep_others_out)
-        drive(operations.guarded(self, hold, pinned))
+    def guard(self, place: Place) -> None:
+        self._place = Face(place)
+        self._drive(self._guard())
 
 
 class Block(Guarded[Place]):
@@ -214,7 +222,7 @@ def told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pin is believed without a look at the row."""
-    monkeypatch.setattr(operations, "guarded", skipped())
+    monkeypatch.setattr(operations, "verify", skipped())
 
 
 @pytest.mark.parametrize("mistake", [unguarded, told_after_all, unverified])

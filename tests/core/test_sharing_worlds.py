@@ -400,7 +400,7 @@ def takes_a_held_slot(patch: Patch) -> None:
 
 def keeps_what_it_got(patch: Patch) -> None:
     """Of two permits the one that was free is not left when the time is up."""
-    patch(Sharing, "_leave", skipped())
+    patch(sharing, "leave_shares", skipped())
 
 
 def lets_expire_what_it_has(patch: Patch) -> None:

@@ -615,3 +615,29 @@ def test_a_database_that_is_away_is_not_asked_for_each_of_several(
     assert ["is left to its lease" in note for note in caught.value.__notes__] == [True, True]
     assert not any(hold.store is store for hold in runtime.current.watchdog._holds)
     engine.dispose()
+
+
+def test_a_database_that_is_away_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for what was taken before it went away; but for a lock that its flow has entered before, and leaves then."""
+    timed(monkeypatch, retry_budget=0.05)
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    outer, locks, asked = db_lock(engine, "a"), db_locks(engine, "a", "b", timeout=0), list[object]()
+    store = store_for(engine)
+    execute = store.execute
+
+    def refused(step: Execute) -> Rows:
+        asked.append(step.parameters.get("key"))
+        if "b" in asked:
+            raise StoreUnreachable("nothing listens")
+        return execute(step)
+
+    assert outer.acquire()
+    with monkeypatch.context() as away, pytest.raises(StoreUnreachable) as caught:
+        away.setattr(store, "execute", refused)
+        _ = locks.acquire()
+    assert "a" not in asked[asked.index("b") :]
+    assert ["is left to its lease" in note for note in caught.value.__notes__] == [True]
+    outer.release()
+    assert not outer.locked()
+    engine.dispose()

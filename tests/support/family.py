@@ -126,7 +126,7 @@ class Member(Flow):
         yield from self._leave_all(mine, guarded=self.does in "gG")
 
     def _guard(self) -> Steps[bool]:
-        """Pin what it has, and look whether it still has that, as `dblock.core.lock.operations.guarded` does."""
+        """Pin what it has, and look whether it still has that, as `dblock.core.lock.operations.guard` does."""
         [tenure] = [grant.tenure for grant in self.grants]
         _ = yield Execute(
             NO_STORE, POSTGRESQL.pin, {"key": tenure.key, "fence": tenure.fence, "flow": self.name}, math.inf

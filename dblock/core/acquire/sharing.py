@@ -27,7 +27,7 @@ from dblock.core.acquire import handover, slow
 from dblock.core.acquire.acquiring import acquire, await_first_answer
 from dblock.core.acquire.handover import door_bell, undo_take
 from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.site import REMEMBERED
+from dblock.core.acquire.site import REMEMBERED, Site
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
@@ -62,6 +62,32 @@ def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]
     parameters: Parameters = {**bounds_of_shares(key), "most": most}
     _, rows = yield from send(database, database.dialect.listed, parameters, until, resend=True)
     return rows
+
+
+def held_shares(database: Database, key: str, most: int = PERMITS_MAX, until: float | None = None) -> Steps[list[str]]:
+    """The keys of the shares that somebody holds, of so many at most; `until`: the local time by which to answer."""
+    until = database.now() + database.timing.retry_budget if until is None else until
+    return [str(row[0]) for row in (yield from listed(database, key, most, until)) if row[3] > 0]
+
+
+def free_slots(database: Database, key: str, permits: int, until: float | None = None) -> Steps[int]:
+    """How many of the first `permits` slots of a semaphore nobody holds."""
+    held = {slot_of(each) for each in (yield from held_shares(database, key, until=until))}
+    return sum(slot not in held for slot in range(permits))
+
+
+def leave_shares(site: Site, grants: Sequence[Grant]) -> Steps[None]:
+    """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
+    left = list(grants)
+    return undone(partial(_leave_each, site, left), partial(_leave_each, site, left))
+
+
+def _leave_each(site: Site, left: list[Grant]) -> Steps[None]:
+    until = site.database.now() + site.database.timing.undo_timeout
+    while left:
+        with contextlib.suppress(LockError):
+            _ = yield from handover.end(site, left[0], until=until)
+        _ = left.pop(0)
 
 
 class Sharing:
@@ -234,16 +260,20 @@ class Sharing:
             door = yield from self.door(self.waiting)
             if isinstance(door, Refused):
                 tries += 1
+                if self.attempt.timeout:
+                    return door
                 # If permits are free, somebody else may just be taking one.
-                if self.attempt.timeout or not (yield from self._are_free(semaphore, n)):
+                if (yield from free_slots(self.database, self.request.key, semaphore.permits, self.until)) < n:
                     return door
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
                 continue
-            others = yield from undone(partial(self._collect, semaphore, n, got, door), partial(self._leave, got))
+            others = yield from undone(
+                partial(self._collect, semaphore, n, got, door), partial(leave_shares, self.site, got)
+            )
             if len(got) == n and all(self.database.now() < grant.trusted_until for grant in got):
                 return got
-            yield from self._leave(got)
+            yield from leave_shares(self.site, got)
             got.clear()
             if others:
                 return Refused((yield from look(self.database, str(others[0][0]), self.until)))
@@ -261,12 +291,6 @@ class Sharing:
         for grant in got[:-1]:
             begun = yield from self._accept(grant)
             got[:] = [*(each for each in got if each is not grant), *([] if begun is None else [begun])]
-
-    def _are_free(self, semaphore: Semaphore, n: int) -> Steps[bool]:
-        """Whether nobody holds so many permits."""
-        rows = yield from self._listed(PERMITS_MAX)
-        held = {slot_of(str(row[0])) for row in rows if row[3] > 0}
-        return sum(slot not in held for slot in range(semaphore.permits)) >= n
 
     def _take_in_turn(self, semaphore: Semaphore) -> Steps[Grant | None]:
         """A permit without the door; None if others wait, or once those that came before have their answer.
@@ -343,25 +367,13 @@ class Sharing:
         """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
         result = yield from undone(lambda: inside, partial(self._give_up_door, door))
         begun = [result] if isinstance(result, Grant) else []
-        yield from undone(partial(self._give_up_door, door), partial(self._leave, begun))
+        yield from undone(partial(self._give_up_door, door), partial(leave_shares, self.site, begun))
         return result
 
     def _give_up_door(self, door: Grant) -> Steps[None]:
         """Hand the door on; after an error its lease ends."""
         with contextlib.suppress(LockStoreError):
             _ = yield from handover.pass_on(self.site, door)
-
-    def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
-        """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
-        left = list(grants)
-        return undone(partial(self._leave_each, left), partial(self._leave_each, left))
-
-    def _leave_each(self, left: list[Grant]) -> Steps[None]:
-        until = self.database.now() + self.timing.undo_timeout
-        while left:
-            with contextlib.suppress(LockError):
-                _ = yield from handover.end(self.site, left[0], until=until)
-            _ = left.pop(0)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
@@ -374,7 +386,7 @@ class Sharing:
             _ = self.attempt.find_services().withdraw(request.key, owner)
             raise
         if grant is not None and self.database.now() >= grant.trusted_until:
-            yield from self._leave([grant])
+            yield from leave_shares(self.site, [grant])
             return None
         return grant
 

@@ -48,10 +48,10 @@ class BaseLock:
     """The flow that owns what is taken through this object; None: the one that runs."""
     _kind = KeyKind.LOCK
     """What its key is used for."""
+    _valid_key = staticmethod(valid_key)
+    """Checks its key, and those of the calls of a decorated function."""
     _reading = 0
     """1: it is the lock of a reader."""
-    _semaphore: Any = None
-    """The semaphore that it is a permit of."""
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
     _acquires: Any = None
@@ -73,7 +73,7 @@ class BaseLock:
         if unnamed:
             raise TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {unnamed[0]!r}")
         self._place = place
-        self._key = valid_key(key)
+        self._key = self._valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
@@ -340,7 +340,7 @@ class BaseLock:
 
     def _templates(self, function: Callable[..., Any]) -> Template:
         """The key of a decorator, formatted for each call."""
-        return Template(self._key, function)
+        return Template(self._key, function, self._valid_key)
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function."""

@@ -31,12 +31,19 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]{6,}>")
 class Template:
     """The key of a decorator: a format string over the arguments of each call.
 
-    `bound`: the first parameter (`self`) is bound, and so is not among the arguments.
+    `valid` checks each key. `bound`: the first parameter (`self`) is bound, and so is not among the arguments.
     """
 
-    def __init__(self, key: str, function: Callable[..., Any], *, bound: bool = False) -> None:
+    def __init__(
+        self,
+        key: str,
+        function: Callable[..., Any],
+        valid: Callable[[object], str] = valid_key,
+        *,
+        bound: bool = False,
+    ) -> None:
         _refuse_unguardable(function)
-        self._format, self._function = key, function
+        self._format, self._function, self._valid = key, function, valid
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(key) if name is not None]
         except ValueError as error:
@@ -59,10 +66,10 @@ class Template:
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The key of one call."""
         if self._plain:
-            return valid_key(self._format.format())
+            return self._valid(self._format.format())
         bound = self._bind(args, kwargs)
         try:
-            key = valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
+            key = self._valid(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
         except (LookupError, AttributeError, ValueError) as error:
             message = f"the key {self._format!r} of {_name(self._function)} cannot be formed from this call: {error}"
             raise InvalidKey(message, key=self._format) from error

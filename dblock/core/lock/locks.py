@@ -237,7 +237,7 @@ class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
     _acquire, _release, _verify = entering.acquire, leaving.release, operations.verify
-    _owned, _locked = operations.owned, operations.locked
+    _owned, _locked, _guard = operations.owned, operations.locked, operations.guard
     _enter, _exit = entering.enter, leaving.end_block
 
     def _extend(self, ttl: Seconds | None) -> Steps[None]:

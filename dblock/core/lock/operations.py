@@ -14,7 +14,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Execute, Rows, Steps, undone
+from dblock.core.protocol.steps import Execute, Steps, call, undone
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
 from dblock.core.values import Grant, LockInfo
@@ -58,19 +58,24 @@ def verify(lock: BaseLock) -> Steps[bool]:
     return True
 
 
-def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
-    """The hold of this flow, and the statement that pins it in the transaction that runs it."""
+def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Steps[None]:
+    """Pin this flow's hold in the caller's transaction; check that it still exists and that the transaction sees it.
+
+    `given`: what guard() was given; `awaits`: whether an asynchronous driver runs this.
+    """
     hold = lock._surely_held()
     store = hold.store
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
     hold.grant.guarded = True
     known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
-    return hold, Execute(store, store.pin, Values.of(store.pin, known))
-
-
-def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
-    """Check, after its statement `pin` was answered, that the hold still exists and that the transaction sees it."""
+    step = Execute(store, store.pin, Values.of(store.pin, known))
+    pinned, error = yield from call(lock._place.apin if awaits else lock._place.pin, hold, given, step)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
     if not pinned:
         yield from find_out(hold)
         raise lock._lost(hold)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 
 from dblock.core.acquire.request import Refused
+from dblock.core.acquire.sharing import held_shares
 from dblock.core.errors import LockDeadlock, LockError, LockTimeout, StaleSnapshot
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock
@@ -15,6 +16,7 @@ from dblock.core.lock.failures import WAIT_LONGER
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.steps import Steps
+from dblock.core.values import KeyKind
 
 
 def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
@@ -60,10 +62,11 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
 
 def _permits_held(lock: BaseLock) -> Steps[str]:
     """How many permits of the lock's semaphore are held, for a message; empty for fewer than two, or no answer."""
-    if lock._semaphore is not None:
+    if lock._kind == KeyKind.SEMAPHORE:
         database = lock._place.store().database
         with contextlib.suppress(LockError):
-            held = yield from lock._semaphore._in_use(database.now() + database.timing.pinned_answer)
+            until = database.now() + database.timing.pinned_answer
+            held = yield from held_shares(database, lock._key, until=until)
             return f"{len(held)} permits are held" if len(held) > 1 else ""
     return ""
 

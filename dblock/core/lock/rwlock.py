@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.acquire.sharing import Sharing, held_shares
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
@@ -27,9 +27,6 @@ from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.share_keys import valid_shared_key
 from dblock.core.values import Grant, KeyKind, LockInfo
 
-if TYPE_CHECKING:
-    from dblock.core.lock.key_template import Template
-
 R = TypeVar("R")
 W = TypeVar("W")
 
@@ -37,16 +34,7 @@ W = TypeVar("W")
 class _OfReadWriteLock(BaseLock):
     """The common base of both."""
 
-    _kind = KeyKind.READ_WRITE
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        _ = valid_shared_key(self._key)
-
-    def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        lock = super()._for_call(template, args, kwargs)
-        _ = valid_shared_key(lock._key)
-        return lock
+    _kind, _valid_key = KeyKind.READ_WRITE, staticmethod(valid_shared_key)
 
 
 class NoLock(Generic[R, W]):
@@ -94,9 +82,8 @@ class Reads(_OfReadWriteLock):
         database, hold = self._place.store().database, self._hold()
         if hold is not None and (hold.reading or any(lock._reading for lock in hold.locks())):  # a writer may read
             return (yield from tenures.inspect(database, hold.tenure.key))
-        rows = yield from listed(database, self._key, 100, database.now() + database.timing.retry_budget)
-        alive = [str(row[0]) for row in rows if row[3] > 0]
-        return (yield from tenures.inspect(database, alive[0])) if alive else None
+        readers = yield from held_shares(database, self._key, 100)
+        return (yield from tenures.inspect(database, readers[0])) if readers else None
 
 
 class Writes(_OfReadWriteLock):

@@ -20,7 +20,8 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.leaving_several import Entered, leave_each, release_each
+from dblock.core.lock.leaving import block_to_release
+from dblock.core.lock.leaving_several import Entered, leave_each
 from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps, undone_after
@@ -159,7 +160,16 @@ class BaseLocks(Operations):
         return undone_after(take_each, leave_all)
 
     def _release(self) -> Steps[None]:
-        return release_each(self._in_order()[::-1])
+        """Release each of them once. Raises LockNotHeld for the first that is not held, else as `leave_each`."""
+        held, error = Entered(), None
+        for lock in reversed(self._in_order()):
+            try:
+                held.append((lock, block_to_release(lock)))
+            except LockNotHeld as raised:
+                error = error or raised
+        yield from leave_each(held, error)
+        if error is not None:
+            raise error
 
     def _extend(self, ttl: Seconds | None) -> Steps[None]:
         for lock in self._in_order():
@@ -169,6 +179,10 @@ class BaseLocks(Operations):
         for lock in self._in_order():
             _ = yield from lock._verify()
         return True
+
+    def _guard(self, *given: object, awaits: bool = False) -> Steps[None]:
+        for lock in self._in_order():
+            yield from lock._guard(*given, awaits=awaits)
 
     def _exit(self, opened: list[Any]) -> Steps[None]:
         """End a `with`; `opened`: the blocks of its end."""
@@ -198,7 +212,7 @@ class BaseLocks(Operations):
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
-        return [Template(lock.key, function) for lock in self._members]
+        return [lock._templates(function) for lock in self._members]
 
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
@@ -219,8 +233,7 @@ class SyncLocks(BaseLocks, BlockingLocks):
 
     def guard(self, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends; `given` as for `Lock.guard`."""
-        for lock in self._in_order():
-            lock.guard(*given)
+        self._drive(self._guard(*given))
 
 
 class AsyncLocks(BaseLocks, AwaitingLocks):
@@ -231,5 +244,4 @@ class AsyncLocks(BaseLocks, AwaitingLocks):
 
     async def guard(self: BaseLocks, *given: Any) -> None:
         """Keep all of them, come what may, until the open transaction ends."""
-        for lock in self._in_order():
-            await getattr(lock, "aguard", lock.guard)(*given)
+        await self._adrive(self._guard(*given, awaits=True))

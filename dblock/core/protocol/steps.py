@@ -75,7 +75,7 @@ class Wait(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Call a function of the application, and answer with its `Outcome`; nothing that it raises is thrown in.
+    """Call a function of the application or of the face, and answer with its `Outcome`; it throws nothing in.
 
     It runs in the thread or task that drives the steps. An asynchronous driver awaits what it returns, if it can.
     """
@@ -170,6 +170,6 @@ def wait(store: Runner, seconds: float, wakeup: Wakeup) -> Steps[None]:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Steps[Outcome]:
-    """What a function of the application has returned or raised."""
+    """What a function of the application or the face has returned or raised."""
     outcome: Outcome = yield Call(function, arguments)
     return outcome
