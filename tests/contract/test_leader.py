@@ -293,6 +293,24 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     assert subject.row(KEY)["owner"]
 
 
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
+def test_a_child_that_is_forked_inside_a_body(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """Waits for no body when it resigns, and is a candidate as any other process, also if its parent has stopped."""
+    leader, led = candidate(), list[Any]()
+
+    def child() -> tuple[bool, bool]:
+        leader.resign()
+        return leader.is_leader, leader.campaign(timeout=0)
+
+    def body() -> None:
+        led.append(in_child(child))
+        leader.stop()
+        led.append(in_child(child))
+
+    actor.within(leader, body)
+    assert led == [(False, False), (False, True)]
+
+
 def test_interrupt_cancels_the_body(
     async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:

@@ -90,6 +90,6 @@ class Candidacy:
 
     def _disbelieve(self) -> None:
         """Nobody believes in the term, nor relies on its lease."""
-        for hold in list(self.flow.holds.values()):  # first: whatever interrupts this, it is renewed no more
-            hold.lease.renewing = False
-        self.cancel.set()
+        if (hold := self.lock._hold_here()) is not None:
+            hold.lease.renewing = False  # first: whatever interrupts this, it is renewed no more
+            self.cancel.set()

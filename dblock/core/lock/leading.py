@@ -100,17 +100,10 @@ class BaseLeader(Operations):
         self.options, self._drive, self._adrive = self._lock.options, self._lock._drive, self._lock._adrive
         self._withs: list[tuple[Callable[[], Any], Candidacy]] = []
         """Blocks without an end of their own: a reference to the flow that has begun it, and its candidacy."""
-        self._runtime: Any = None
-        """That of the process; a forked child has another."""
-        _ = self._latest()
-
-    def _latest(self) -> Candidacy:
-        """The latest candidacy; in a forked child the object begins anew, as that and the term are the parent's."""
-        if self._runtime is not runtime.current:
-            self._stopped = False
-            self._candidacy = Candidacy(self._lock)
-            self._runtime = runtime.current
-        return self._candidacy
+        self._candidacy = Candidacy(self._lock)
+        """The latest one."""
+        self._stopped_in: Any = None
+        """The runtime of the process that has called stop(), which ends no candidacy of a forked child."""
 
     # -- what is known without I/O
 
@@ -122,18 +115,18 @@ class BaseLeader(Operations):
     @property
     def is_leader(self) -> bool:
         """Whether this object surely leads at this moment, by the local clock alone; no I/O."""
-        return self._latest().leads()
+        return self._candidacy.leads()
 
     @property
     def term(self) -> int | None:
         """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         return candidacy.lock.fence if candidacy.leads() else None
 
     @property
     def remaining(self) -> float:
         """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         return candidacy.lock.remaining if candidacy.leads() else 0.0
 
     def check(self) -> None:
@@ -142,14 +135,14 @@ class BaseLeader(Operations):
 
     def _elected(self) -> Any:
         """The lock of the term; raises LockLost without one, or if it was resigned."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         if candidacy.cancel.is_set or candidacy.lock._hold_here() is None:
             raise LockLost(f"this object does not lead {self.name!r}: it was not elected, or resigned", key=self.name)
         return candidacy.lock
 
     def _holds(self) -> list[Hold]:
         """The hold of the term, if there is one."""
-        return self._latest().lock._holds()
+        return self._candidacy.lock._holds()
 
     def __repr__(self) -> str:
         does = f"leads, term {self.term}" if self.is_leader else "does not lead"
@@ -168,13 +161,13 @@ class BaseLeader(Operations):
         Raises LockError if this object is a candidate already, leads, or was stopped; LockTimeout; or Cancelled.
         """
         with runtime.current.lock:
-            former = self._latest()
+            former = self._candidacy
             if former.is_driven() or former.leads():
                 does = "has not yet released" if former.cancel.over else "is already a candidate for"
                 does = "already leads" if former.leads() else does
                 raise LockError(f"this object {does} {self.name!r}: make a db_leader() for each candidate")
             self._candidacy = candidacy
-        if self._stopped:  # read last: stop() says so first, and then ends what it finds
+        if self._stopped_in is runtime.current:  # read last: stop() says so first, and then ends what it finds
             raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
         hold = yield from entering.enter_block(candidacy.lock, timeout, None if its is None else its.end)
         candidacy.cancel.over = True
@@ -210,13 +203,13 @@ class BaseLeader(Operations):
 
     def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
         """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
-        task = self._latest().flow.task
+        task = self._candidacy.flow.task
         if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
             raise SynchronousOnlyOperation(
                 "this would wait for a task of the running event loop: await aresign(), astop()"
             )
         if for_good:
-            self._stopped = True
+            self._stopped_in = runtime.current
         candidacy = self._candidacy
         if candidacy.is_driven():
             candidacy.cancel.set()  # from here on its driver ends it, also if this is interrupted
@@ -254,7 +247,7 @@ class BaseLeader(Operations):
             warn("cannot campaign for %r, and will try again: %s", self.name, away)
             yield from wait(self._lock._place.store(), timing.DEFAULT.attention, Wakeup())
         except LockError:
-            if not self._stopped:
+            if self._stopped_in is not runtime.current:
                 raise
         else:
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
@@ -332,7 +325,7 @@ class SyncLeader(BaseLeader, Blocking):
         def lead() -> None:
             if self.options.interrupt:
                 refuse_interrupt()
-            while not self._stopped:
+            while self._stopped_in is not runtime.current:
                 self._drive(*self._driving(self._turn, body))
 
         return lead
@@ -383,7 +376,7 @@ class AsyncLeader(BaseLeader, Awaiting):
 
         @functools.wraps(body)
         async def lead() -> None:
-            while not self._stopped:
+            while self._stopped_in is not runtime.current:
                 await self._adrive(*self._driving(self._turn, body))
 
         return lead
