@@ -91,7 +91,9 @@ class Flow:
         refers to it.)
         """
         life = self.life()
-        return life is None or self.who["pid"] != os.getpid() or (self._is_task and (life.done() or life.get_loop().is_closed()))
+        if life is None or self.who["pid"] != os.getpid():
+            return True
+        return self._is_task and (life.done() or life.get_loop().is_closed())
 
     def holding_before(self) -> Flow | None:
         """The nearest flow before it that holds something; flows in between are dropped from the chain."""

@@ -83,10 +83,13 @@ class Candidacy:
 
         After another LockError the key is free once the lease has ended.
         """
-        self._disbelieve()
-        hold = self.lock._hold_here()
-        if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
-            yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
+        try:
+            self._disbelieve()
+            hold = self.lock._hold_here()
+            if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
+                yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
+        finally:
+            self.flow.driver = nobody
 
     def _disbelieve(self) -> None:
         """Nobody believes in the term, nor relies on its lease."""
