@@ -50,7 +50,8 @@ class Runtime:
         self._pools: MutableSet[AutocommitPool] = WeakSet()
         self._of_parents: list[Any] = []
         """In a forked child: the parent's connections, kept so that none is finalized."""
-        self._lock = threading.RLock()  # a signal handler may take a lock
+        self.lock = threading.RLock()
+        """Held for a few instructions at a time; reentrant, as a signal handler may take a lock."""
         self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
         self.kept: dict[str, Any] = {}
@@ -68,7 +69,7 @@ class Runtime:
         """What the flows of this process share of the store's database."""
         found = self._sites.get(store)
         if found is None:
-            with self._lock:
+            with self.lock:
                 found = self._sites.setdefault(store, Site(store.database, self.wakeups, self.sockets))
         return found
 
@@ -76,7 +77,7 @@ class Runtime:
         """The sockets by which processes of this machine notify waiters of this one; made when first needed."""
         sockets = self._sockets
         if sockets is None:
-            with self._lock:
+            with self.lock:
                 sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
         return sockets
 
@@ -89,7 +90,7 @@ class Runtime:
         known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
         found = known.get(loop)
         if found is None or found.runtime is not self:
-            with self._lock:
+            with self.lock:
                 for each in list(known):
                     if each is not None and each.is_closed():
                         del known[each]
@@ -100,13 +101,13 @@ class Runtime:
 
     def add_pool(self, pool: AutocommitPool) -> None:
         """Register a pool of the lock's own connections, which a fork leaves to the parent."""
-        with self._lock:
+        with self.lock:
             self._pools.add(pool)
         pool.deadlines = self.deadlines
 
     def pools(self) -> list[AutocommitPool]:
         """All registered pools."""
-        with self._lock:
+        with self.lock:
             return list(self._pools)
 
     def forked(self) -> Runtime:

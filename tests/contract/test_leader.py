@@ -224,6 +224,46 @@ def test_on_elected_that_fails_ends_the_term(either: Subject, actor: Actor, cand
     assert either.row(KEY)["owner"] is None
 
 
+def test_on_elected_that_says_that_the_term_is_to_end(
+    either: Subject, actor: Actor, candidate: Callable[..., Any]
+) -> None:
+    """It ends, and the campaign was in vain."""
+
+    def obey(leader: Any) -> None:
+        assert Desk(either).revoke(KEY, leader.term, "root: maintenance")
+        while True:
+            time.sleep(0.02)
+            leader.check()  # raises LockRevoked
+
+    leader = candidate(ttl=1.5, on_revoke=lambda *_: None, on_elected=obey)
+    assert actor.call(leader, "campaign") is False
+    assert not leader.is_leader
+    assert either.row(KEY)["owner"] is None
+
+
+def test_on_elected_that_meets_an_outage(
+    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """The term ends, and `run` campaigns again."""
+    elected, terms, failures = list[int](), list[int](), iter([True])
+
+    def prepare(leader: Any) -> None:
+        elected.append(leader.term)
+        for _ in failures:
+            raise LockStoreError("out of order")
+
+    def body(term: int) -> None:
+        terms.append(term)
+        assert until(lambda: not leader.is_leader, 30)
+
+    leader = candidate(on_elected=prepare)
+    running = actor.start(leader.run(body if either.face == "sync" else asynchronous(body)))
+    assert until(lambda: len(terms) == 1, 10), running
+    other.call(leader, "stop")
+    running.result(30)
+    assert terms == elected[1:]
+
+
 def test_a_release_that_the_database_refuses(
     either: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +333,24 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     assert subject.row(KEY)["owner"]
 
 
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
+def test_a_child_that_is_forked_inside_a_body(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """Waits for no body when it resigns, and is a candidate as any other process, also if its parent has stopped."""
+    leader, led = candidate(), list[Any]()
+
+    def child() -> tuple[bool, bool]:
+        leader.resign()
+        return leader.is_leader, leader.campaign(timeout=0)
+
+    def body() -> None:
+        led.append(in_child(child))
+        leader.stop()
+        led.append(in_child(child))
+
+    actor.within(leader, body)
+    assert led == [(False, False), (False, True)]
+
+
 def test_interrupt_cancels_the_body(
     async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
@@ -319,6 +377,31 @@ def test_interrupt_cancels_the_body(
     with pytest.raises(LockError, match="was ended by resign"):
         running.result(10)
     assert async_face.row(KEY)["owner"] is None
+
+
+@pytest.mark.parametrize("subject", [Subject("django", "async", "sqlite")], indirect=True, ids=str)
+def test_a_body_that_nobody_goes_on_with(subject: Subject, candidate: Callable[..., Any]) -> None:
+    """Its term is over and not renewed, and the object can campaign again: its coroutine was closed."""
+    leader, loop = candidate(ttl=1.5), asyncio.new_event_loop()
+
+    @leader.run
+    async def lead(term: int) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        running = lead()
+        waiting: Any = running.send(None)
+        while not leader.is_leader:
+            await asyncio.sleep(0.01)
+            if waiting is None or waiting.done():
+                waiting = running.send(None)
+        running.close()
+
+    loop.run_until_complete(main())
+    assert not leader.is_leader
+    assert until(lambda: remaining(subject) < 0, 5)
+    assert loop.run_until_complete(leader.acampaign(timeout=5))
+    loop.close()
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
@@ -379,9 +462,14 @@ def test_a_term_that_was_resigned_is_not_released_under_its_body(
 
 
 def test_an_outage_does_not_end_run(
-    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    either: Subject,
+    actors: Callable[[int], list[Actor]],
+    candidate: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nor does the release that another flow sends meanwhile."""
+    """Nor does the release that another flow sends meanwhile. The log says that the term could not be ended."""
+    actor, other = actors(2)
     timed(monkeypatch, retry_budget=0.4)
     leader, terms, go_on, away = candidate(ttl=2), list[int](), threading.Event(), threading.Event()
 
@@ -398,6 +486,7 @@ def test_an_outage_does_not_end_run(
     go_on.set()
     assert isinstance(resigning.exception(30), LockStoreError | None)
     assert not running.done(), running.exception()
+    assert until(lambda: "could not end a term" in caplog.text)
     away.clear()
     assert until(lambda: len(terms) > 1), running
     other.call(leader, "stop")

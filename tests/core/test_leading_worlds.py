@@ -74,7 +74,7 @@ class Actor:
         return steps
 
     def run(self) -> Steps[None]:
-        while not self.house.leader._stopped:
+        while not self.house.stopped:
             yield from self.driving(self.house.leader._turn, self.body)
 
     def block(self) -> Steps[None]:
@@ -203,6 +203,10 @@ class House(World):
     def candidate(self) -> Any:
         return SyncLeader(lambda name, **options: FakeLock(self.store, name, **options), "k", ttl=TTL)
 
+    @property
+    def stopped(self) -> bool:
+        return self.leader._stopped_in is self.runtime
+
     def choices(self) -> list[Choice]:
         flows = list(enumerate(self.actors))
         found = [Choice("step", n) for n, each in flows if each.ready()]
@@ -234,18 +238,22 @@ class House(World):
 
     def fork(self, actor: Actor) -> None:
         """A child of that flow neither leads nor resigns for its parent, and may campaign; the parent goes on."""
-        rows, known = repr(self.rows), vars(self.leader).copy()
-        self.acting, runtime.current = actor, Runtime()
+        rows, known, flow = repr(self.rows), vars(self.leader).copy(), self.leader._candidacy.flow
+        self.acting, runtime.current, driver = actor, Runtime(), flow.driver
         patched: Any = runtime.current
         patched.flows.current = lambda: actor.flow
         try:
-            assert not self.leader.is_leader
-            assert list(self.leader._resign()) == []
-            assert not self.leader._stopped, "stop() was the parent's"
-            assert self.leader._candidacy is not known["_candidacy"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("os.getpid", lambda: -1)
+                assert not self.leader.is_leader
+                assert list(self.leader._resign()) == []
+                steps, _ = self.leader._driving(self.leader._campaign, 0.0)
+                assert isinstance(next(steps), Execute), "it may campaign: what leads or has stopped is the parent's"
+                steps.close()
         finally:
             runtime.current = self.runtime
             vars(self.leader).update(known)
+            flow.driver = driver
         assert repr(self.rows) == rows
 
     def owner(self) -> Any:
@@ -275,7 +283,7 @@ class House(World):
         whose = owners.index(self.owner()) if self.owner() in owners else self.owner()
         left = round(max((row["expires_at"] - self.time for row in self.rows.values()), default=0.0), 1)
         actors = tuple(each.where() for each in self.actors)
-        return actors, flags, number, whose, left, len(self.waiters), self.leader._stopped, self.faults
+        return actors, flags, number, whose, left, len(self.waiters), self.stopped, self.faults
 
 
 def _held(candidacy: Candidacy) -> list[tuple[int, bool, bool]]:
@@ -296,12 +304,11 @@ def end(world: House) -> None:
         assert not isinstance(last.step, Wait), "it waits for a body that never ends"
     assert last.error is None, last.error
     assert not leader.is_leader
-    stopped = leader._stopped
     again = Actor(world, "c", 100)
     while not again.done:
         world.time += max(again.wakes - world.time, 0.0) if not again.ready() else 0.0
         again.happen()
-    assert leader.is_leader is not stopped, again.error
+    assert leader.is_leader is not world.stopped, again.error
 
 
 @pytest.fixture(autouse=True)

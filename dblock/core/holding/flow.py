@@ -19,6 +19,7 @@ import asyncio
 import copy
 import itertools
 import math
+import os
 import secrets
 import threading
 import weakref
@@ -80,16 +81,19 @@ class Flow:
     def task(self) -> Any:
         """The asyncio task of its driver, if that is a task that is alive."""
         driver = self.driver()
-        return driver.life() if driver is not None and driver._is_task else None
+        return driver.life() if driver is not None and driver._is_task and not driver.ended() else None
 
     def ended(self) -> bool:
         """Whether no code is left that could release what it holds.
 
-        A task ends when it is done or its event loop is closed; another flow with its thread. (A flow of a call that
-        ran in a copy of a context is collected with that context, and then nothing refers to it.)
+        A task ends when it is done or its event loop is closed; another flow with its thread; in a forked child all of
+        the parent's. (A flow of a call that ran in a copy of a context is collected with that context, and then nothing
+        refers to it.)
         """
         life = self.life()
-        return life is None or (self._is_task and (life.done() or life.get_loop().is_closed()))
+        if life is None or self.who["pid"] != os.getpid():
+            return True
+        return self._is_task and (life.done() or life.get_loop().is_closed())
 
     def holding_before(self) -> Flow | None:
         """The nearest flow before it that holds something; flows in between are dropped from the chain."""

@@ -13,18 +13,15 @@ candidacy is left.
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
 
 from dblock.core import runtime
-from dblock.core.errors import LockError, LockLost
+from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.holding.flow import Block, is_over, nobody
 from dblock.core.lock import leaving
 from dblock.core.lock.base import BaseLock
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Cancel, Cancelled, Steps, undone
 from dblock.core.runtime import current_flow
-
-T = TypeVar("T")
 
 
 class Candidacy:
@@ -38,42 +35,40 @@ class Candidacy:
         """Withdraws it before it is elected, which is then `over`; set once nobody may believe in its term."""
 
     def leads(self) -> bool:
-        """Whether its term may be believed in."""
+        """Whether its term may be believed in, and no interrupt has ended the `with` that holds the key."""
         hold = self.lock._hold_here()
-        return hold is not None and not self.cancel.is_set and self._is_open() and hold.lease.remaining() > 0
+        return hold is not None and hold.can_be_released and not self.cancel.is_set and hold.lease.remaining() > 0
 
-    def is_driven(self, *, elsewhere: bool = False) -> bool:
-        """Whether its driver has yet to end it, and can: its thread lives, or its task on an open event loop.
-
-        `elsewhere`: and it is another flow than the one that runs.
-        """
-        driven = not is_over(self.flow.driver) and self._is_open()
-        return driven and not (elsewhere and self.flow.driver() is current_flow())
-
-    def _is_open(self) -> bool:
-        """Whether the `with` that holds the key has not ended, whatever has interrupted that."""
+    def is_driven(self) -> bool:
+        """Whether its driver has yet to end it, and can: its thread lives, or its task on an open event loop."""
         hold = self.lock._hold_here()
-        return hold is None or bool(hold.open_entries())
+        return not is_over(self.flow.driver) and (hold is None or hold.can_be_released)
+
+    def is_to_end(self, error: BaseException | None) -> bool:
+        """Whether an error says that the term is over, or is to end, so that the next campaign is the answer to it."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self.is_to_end, error.exceptions))
+        told = isinstance(error, (LockLost, LockRevoked)) and error.key == self.lock.key
+        return told and (not self.leads() or self.lock.revoked is not None)
 
     # -- steps
 
-    def drive(self, steps: Steps[T]) -> Steps[T | None]:
-        """The steps of its driver, which is the flow that runs; None if it was withdrawn.
+    def drive(self, steps: Steps[object]) -> Steps[bool]:
+        """The steps of its driver, which is the flow that runs; True if their result is, so that the term goes on.
 
-        Unless they succeed nothing of it is left.
+        Unless it goes on nothing of it is left; it does not if it was withdrawn.
         """
-        driver, succeeded = current_flow(), False
+        driver, goes_on = current_flow(), False
         self.flow.driver = lambda: driver  # it is kept: its context may be gone before its body has ended
         try:
-            result = yield from undone(lambda: steps, self.finish)
-            succeeded = True
+            goes_on = bool((yield from undone(lambda: steps, self.finish)))
         except Cancelled:
-            return None
+            return False
         finally:  # also of steps that are closed, as nothing drives them
-            if not succeeded or self.lock._hold_here() is None:
+            if not goes_on:
                 self._disbelieve()
                 self.flow.driver = nobody
-        return result
+        return goes_on
 
     def finish(self) -> Steps[None]:
         """End the term; if that fails, the log says so."""
@@ -91,15 +86,13 @@ class Candidacy:
         try:
             self._disbelieve()
             hold = self.lock._hold_here()
-            mine = hold and self.flow.holds.pop((hold.store, hold.key), None)  # one flow gets it
-            if hold is not None and mine is not None:
+            if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
                 yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
         finally:
             self.flow.driver = nobody
 
     def _disbelieve(self) -> None:
         """Nobody believes in the term, nor relies on its lease."""
-        for hold in list(self.flow.holds.values()):  # first: whatever interrupts this, it is renewed no more
-            hold.lease.renewing = False
-        self.cancel.over = True
-        self.cancel.set()
+        if (hold := self.lock._hold_here()) is not None:
+            hold.lease.renewing = False  # first: whatever interrupts this, it is renewed no more
+            self.cancel.set()

@@ -15,21 +15,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.errors import (
-    LockError,
-    LockLost,
-    LockRevoked,
-    LockStoreError,
-    LockTimeout,
-    Reason,
-    SynchronousOnlyOperation,
-)
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason, SynchronousOnlyOperation
 from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
@@ -46,7 +37,6 @@ from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 
 L = TypeVar("L", bound="BaseLeader")
-T = TypeVar("T")
 Body = Callable[[int], Any]
 Told = Callable[[Any], object]
 Deposed = Callable[[Any, Reason], object]
@@ -110,18 +100,10 @@ class BaseLeader(Operations):
         self.options, self._drive, self._adrive = self._lock.options, self._lock._drive, self._lock._adrive
         self._withs: list[tuple[Callable[[], Any], Candidacy]] = []
         """Blocks without an end of their own: a reference to the flow that has begun it, and its candidacy."""
-        self._runtime: Any = None
-        """That of the process; a forked child has another."""
-        _ = self._latest()
-
-    def _latest(self) -> Candidacy:
-        """The latest candidacy; in a forked child the object begins anew, as that and the term are the parent's."""
-        if self._runtime is not runtime.current:
-            self._guard = threading.RLock()  # a signal handler may resign
-            self._stopped = False
-            self._candidacy = Candidacy(self._lock)
-            self._runtime = runtime.current
-        return self._candidacy
+        self._candidacy = Candidacy(self._lock)
+        """The latest one."""
+        self._stopped_in: Any = None
+        """The runtime of the process that has called stop(), which ends no candidacy of a forked child."""
 
     # -- what is known without I/O
 
@@ -133,18 +115,18 @@ class BaseLeader(Operations):
     @property
     def is_leader(self) -> bool:
         """Whether this object surely leads at this moment, by the local clock alone; no I/O."""
-        return self._latest().leads()
+        return self._candidacy.leads()
 
     @property
     def term(self) -> int | None:
         """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         return candidacy.lock.fence if candidacy.leads() else None
 
     @property
     def remaining(self) -> float:
         """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         return candidacy.lock.remaining if candidacy.leads() else 0.0
 
     def check(self) -> None:
@@ -153,14 +135,14 @@ class BaseLeader(Operations):
 
     def _elected(self) -> Any:
         """The lock of the term; raises LockLost without one, or if it was resigned."""
-        candidacy = self._latest()
+        candidacy = self._candidacy
         if candidacy.cancel.is_set or candidacy.lock._hold_here() is None:
             raise LockLost(f"this object does not lead {self.name!r}: it was not elected, or resigned", key=self.name)
         return candidacy.lock
 
     def _holds(self) -> list[Hold]:
         """The hold of the term, if there is one."""
-        return self._latest().lock._holds()
+        return self._candidacy.lock._holds()
 
     def __repr__(self) -> str:
         does = f"leads, term {self.term}" if self.is_leader else "does not lead"
@@ -168,30 +150,26 @@ class BaseLeader(Operations):
 
     # -- a candidacy, from its beginning to its end
 
-    def _driving(self, steps: Callable[..., Steps[T]], *arguments: object) -> tuple[Steps[T | None], Cancel]:
+    def _driving(self, steps: Callable[..., Steps[object]], *arguments: object) -> tuple[Steps[bool], Cancel]:
         """The steps that drive a new candidacy, and the flag that withdraws it."""
         candidacy = Candidacy(self._lock)
         return candidacy.drive(steps(candidacy, *arguments)), candidacy.cancel
 
-    def _begin(self, candidacy: Candidacy) -> None:
-        """Become a candidate, unless this object is one, or leads."""
-        _ = self._latest()
-        with self._guard:
+    def _elect(self, candidacy: Candidacy, timeout: float | None, its: Loaded | None = None) -> Steps[Hold]:
+        """The hold of the term, once `on_elected` was called; `its`: what a `with` has loaded.
+
+        Raises LockError if this object is a candidate already, leads, or was stopped; LockTimeout; or Cancelled.
+        """
+        with runtime.current.lock:
             former = self._candidacy
             if former.is_driven() or former.leads():
                 does = "has not yet released" if former.cancel.over else "is already a candidate for"
                 does = "already leads" if former.leads() else does
                 raise LockError(f"this object {does} {self.name!r}: make a db_leader() for each candidate")
             self._candidacy = candidacy
-        if self._stopped:  # read last: stop() says so first, and then ends what it finds
+        if self._stopped_in is runtime.current:  # read last: stop() says so first, and then ends what it finds
             raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
-
-    def _elect(
-        self, candidacy: Candidacy, timeout: float | None, end: Callable[[], object] | None = None
-    ) -> Steps[Hold]:
-        """The hold of the term, once `on_elected` was called. Raises LockTimeout, or Cancelled."""
-        self._begin(candidacy)
-        hold = yield from entering.enter_block(candidacy.lock, timeout, end)
+        hold = yield from entering.enter_block(candidacy.lock, timeout, None if its is None else its.end)
         candidacy.cancel.over = True
         if self._on_elected is not None and candidacy.leads():
             yield from self._lead(candidacy, hold, self._on_elected, self)
@@ -202,7 +180,7 @@ class BaseLeader(Operations):
     def _lead(self, candidacy: Candidacy, hold: Hold, does: Callable[[Any], object], given: object) -> Steps[None]:
         """Call a function; what it raises ends the term, and is raised unless it says only that the term is to end."""
         error = (yield from call(does, given)).error
-        if was_ours(hold, error) or (error is not None and _is_deposition(error, candidacy)):
+        if was_ours(hold, error) or candidacy.is_to_end(error):
             candidacy.cancel.set()
         elif error is not None:
             yield from candidacy.finish()
@@ -225,13 +203,13 @@ class BaseLeader(Operations):
 
     def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
         """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
-        task = self._latest().flow.task
+        task = self._candidacy.flow.task
         if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
             raise SynchronousOnlyOperation(
                 "this would wait for a task of the running event loop: await aresign(), astop()"
             )
         if for_good:
-            self._stopped = True
+            self._stopped_in = runtime.current
         candidacy = self._candidacy
         if candidacy.is_driven():
             candidacy.cancel.set()  # from here on its driver ends it, also if this is interrupted
@@ -239,10 +217,10 @@ class BaseLeader(Operations):
                 return
             for hold in candidacy.lock._holds():
                 candidacy.lock._interrupt_body(hold)
-        while candidacy.is_driven(elsewhere=True):
+        while candidacy.is_driven() and candidacy.flow.driver() is not current_flow():
             yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
-            yield from candidacy.end()
+            _ = yield from candidacy.drive(candidacy.end())
 
     def _who_leads(self) -> Steps[LockInfo | None]:
         info = yield from operations.inspect(self._lock)
@@ -269,19 +247,20 @@ class BaseLeader(Operations):
             warn("cannot campaign for %r, and will try again: %s", self.name, away)
             yield from wait(self._lock._place.store(), timing.DEFAULT.attention, Wakeup())
         except LockError:
-            if not self._stopped:
+            if self._stopped_in is not runtime.current:
                 raise
         else:
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
             yield from candidacy.finish()
 
-    def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[None]:
+    def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[bool]:
         """Begin the block of a `with`, which has loaded `its`."""
         try:
-            _ = yield from self._elect(candidacy, self._lock._timeout, its.end)
+            _ = yield from self._elect(candidacy, self._lock._timeout, its)
         except Cancelled:
             raise LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name) from None
         its.opened.append((current_flow().ref, candidacy))
+        return True
 
     def _exit(self, opened: list[Any]) -> Steps[None]:
         """End the block of a `with`; `opened`: the blocks of its end."""
@@ -289,7 +268,7 @@ class BaseLeader(Operations):
         opened.remove(block)
         candidacy: Candidacy = block[1]
         hold = candidacy.lock._hold_here()
-        yield from candidacy.drive(candidacy.end())
+        _ = yield from candidacy.drive(candidacy.end())
         if hold is not None and hold.interrupted:
             raise LockError(f"the term of {self.name!r} was ended by resign()")
 
@@ -346,7 +325,7 @@ class SyncLeader(BaseLeader, Blocking):
         def lead() -> None:
             if self.options.interrupt:
                 refuse_interrupt()
-            while not self._stopped:
+            while self._stopped_in is not runtime.current:
                 self._drive(*self._driving(self._turn, body))
 
         return lead
@@ -397,7 +376,7 @@ class AsyncLeader(BaseLeader, Awaiting):
 
         @functools.wraps(body)
         async def lead() -> None:
-            while not self._stopped:
+            while self._stopped_in is not runtime.current:
                 await self._adrive(*self._driving(self._turn, body))
 
         return lead
@@ -406,11 +385,3 @@ class AsyncLeader(BaseLeader, Awaiting):
     async def __aenter__(self: L, its: Loaded) -> L:  # noqa: PYI019 - any leader may use it
         await self._adrive(*self._driving(self._enter, its))
         return self
-
-
-def _is_deposition(error: BaseException, candidacy: Candidacy) -> bool:
-    """Whether it says that the term is over, or is to end, so that the next campaign is the answer to it."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_deposition(each, candidacy) for each in error.exceptions)
-    told = isinstance(error, (LockLost, LockRevoked)) and error.key == candidacy.lock.key
-    return told and (not candidacy.leads() or candidacy.lock.revoked is not None)
