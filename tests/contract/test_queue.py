@@ -73,16 +73,19 @@ def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s", ttl
 
 
 def test_first_come_first_served(everywhere: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
-    """Those who wait get the key in the order in which they came, each with a new fence."""
+    """Those who wait get the key in the order in which they came, each with a new fence; a process has one place."""
     holder = everywhere.lock("k")
     actor.call(holder, "acquire")
     crowd = actors(4)
     waiting = [(other, *wait_for(everywhere, other)) for other in crowd]
     fences = [actor.get(holder, "fence")]
+    assert waiters(everywhere) == 1
+    assert not any(got.done() for _, _, got in waiting)
     actor.call(holder, "release")
     for n, (other, lock, got) in enumerate(waiting):
         assert got.result(30) is True
         assert not any(later.done() for _, _, later in waiting[n + 1 :])
+        assert waiters(everywhere) <= 1
         fences.append(other.get(lock, "fence"))
         other.call(lock, "release")
     assert fences == sorted(set(fences))
