@@ -121,18 +121,16 @@ def test_a_signal_ends_the_wait(one: Shell) -> None:
             assert one.run("SELECT 1 FROM lock_waiters") == []
 
 
-def test_the_command_is_ended_when_the_lock_is_lost(one: Shell, tmp_path: Path) -> None:
+def test_the_command_is_ended_when_the_lock_is_lost(one: Shell) -> None:
     """By TERM, and what it has started with it, by KILL if need be."""
-    stubborn = f'(trap "" TERM; sleep 2; touch {tmp_path}/late) >/dev/null 2>&1'
-    script = f'trap "echo bye; exit 3" TERM; echo $$ ready; {stubborn} & wait; sleep 1'
-    process, said = begun(one, "--ttl", "3", "k", "--", "sh", "-c", script)
-    assert said.endswith("ready")
+    stubborn = '(trap "" TERM; while :; do sleep 1; done) >/dev/null 2>&1'
+    script = f'trap "echo bye; exit 3" TERM; {stubborn} & echo $!; wait; sleep 1'
+    process, started = begun(one, "--ttl", "3", "k", "--", "sh", "-c", script)
     assert one("release", "--yes", "--reason", "enough", "k").returncode == 0
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (76, "bye\n")
     assert "enough" in err
-    time.sleep(2.2)
-    assert not (tmp_path / "late").exists()
+    assert until(lambda: not _lives(started), 10)
 
 
 def test_one_that_does_not_end_is_killed(one: Shell) -> None:
