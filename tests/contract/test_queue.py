@@ -52,7 +52,7 @@ def lined_up(subject: Subject) -> int:
 LATER = {
     "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
     "mysql": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
-    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('+%.3f seconds', :seconds))",
+    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('%+.3f seconds', :seconds))",
 }
 LATER["mariadb"] = LATER["mysql"]
 """So many seconds from now, by the database's clock."""
@@ -137,11 +137,13 @@ def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pyte
     actor.within(lock)
     assert "join" in [name for name, _ in sent], "it does not believe in a crowd"
     timed(monkeypatch, attention=0.3)
-    end = time.monotonic() + 0.8
-    while time.monotonic() < end:
+
+    def cycle() -> list[str]:
         sent.clear()
         actor.within(lock)
-    assert [name for name, _ in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
+        return [name for name, _ in sent if name in {"join", "grant", "take", "release"}]
+
+    assert until(lambda: cycle() == ["take", "release"])
 
 
 def test_a_waiter_gets_what_it_asked_for(protocol: Subject, actor: Actor, other: Actor) -> None:
