@@ -555,8 +555,9 @@ def test_the_lock_is_entered_again_beside_its_own_writer(
 
     What has to write is refused, a second block too, and the one that is open goes on.
     """
-    timed(monkeypatch, retry_budget=0.3)
+    timed(monkeypatch, retry_budget=0.3, answer_grace=0.3)
     holder = client(kind)
+    event.listen(holder.engine, "connect", lambda raw, _: raw.execute("PRAGMA busy_timeout = 50"))
     with holder.guarded(holder.lock(ttl=30)) as given:
         write(given)
         with holder.lock(ttl=30) as inner:
