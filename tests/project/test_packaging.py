@@ -219,10 +219,10 @@ def test_no_circle_of_files_in_the_core() -> None:
 
 
 def test_without_greenlet(tmp_path: Path) -> None:
-    """SQLAlchemy 2.1 does not install it: an Engine's locks, and the command, need neither it nor `ext.asyncio`."""
+    """SQLAlchemy 2.1 does not install it: an Engine's locks, and commands, need neither it, `ext.asyncio` nor rich."""
     code = f"""
 import sys
-sys.modules["greenlet"] = sys.modules["sqlalchemy.ext.asyncio"] = None
+sys.modules["greenlet"] = sys.modules["sqlalchemy.ext.asyncio"] = sys.modules["rich"] = None
 import sqlalchemy_dblock
 for name in sqlalchemy_dblock.__all__:
     getattr(sqlalchemy_dblock, name)
