@@ -347,8 +347,10 @@ def ready(request: pytest.FixtureRequest, database: str) -> str:
     if POOLER and database != "postgresql":
         pytest.skip("not through PgBouncer")
     request.getfixturevalue(database)
-    for table in ("locks", "lock_waiters", "lock_events"):
-        run(database, f"DELETE FROM {table}")
+    with observer(database).connect() as connection:
+        for table in ("locks", "lock_waiters", "lock_events"):
+            connection.execute(text(f"DELETE FROM {table}"))
+            connection.commit()
     return database
 
 

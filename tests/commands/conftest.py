@@ -24,6 +24,12 @@ from tests.support.lab import ROOT
 SETTINGS = {"DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
 
 
+class Written(io.StringIO):
+    """What is written to a stream that can show everything."""
+
+    encoding = "utf-8"
+
+
 @dataclass(frozen=True)
 class Shell:
     """Where somebody types `dblock`, or `manage.py dblock`."""
@@ -65,7 +71,7 @@ class Shell:
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end in this process, without a terminal."""
-        out, err = io.StringIO(), io.StringIO()
+        out, err = Written(), Written()
         with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdin", io.StringIO())
             try:

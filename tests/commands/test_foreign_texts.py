@@ -73,8 +73,7 @@ def test_views(shell: Shell, text: str) -> None:
 def test_json(shell: Shell, text: str) -> None:
     """The same as JSON, each a line."""
     for arguments in (["ls"], ["show", KEY], ["top", "-c", "1"], ["doctor"]):
-        process = shell.start(*arguments, "--json", env_more={"PYTHONUTF8": "1"})
-        out, _ = process.communicate(timeout=40)
+        out = shell(*arguments, "--json").stdout
         assert_clean(out.removesuffix("\n"))
         assert FRIENDLY in out or arguments[0] == "doctor"
         told: Any = json.loads(out)

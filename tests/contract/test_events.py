@@ -102,26 +102,6 @@ def test_who_waits(either: Subject, actor: Actor, other: Actor, told: list[Event
     actor.call(lock, "release")
 
 
-def test_inside_a_process_the_key_is_handed_over(
-    either: Subject, actor: Actor, other: Actor, told: list[Event]
-) -> None:
-    """To a flow that is seen to wait for it here, where flows wait together."""
-    if either.variant == "django" and either.database == "sqlite":
-        pytest.skip("a waiter that polls there may be faster")
-    for _ in range(20):
-        told.clear()
-        lock = either.lock("k", timeout=20)
-        assert actor.call(lock, "acquire")
-        waiting = other.begin(either.lock("k", timeout=20), "acquire")
-        assert until(lambda: len(told) == 2, 10)
-        actor.call(lock, "release")
-        assert waiting.result(20)
-        other.call(either.lock("k"), "release")
-        if ("acquired", "handed_over") in brief(told):
-            return
-    pytest.fail(f"never handed over: {told}")
-
-
 def test_a_tenure_that_goes_on_elsewhere(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """Detached by one flow, attached by the other: each had it once."""
     lock = either.lock("k")
@@ -296,8 +276,9 @@ def test_one_face_hears_of_the_other(face: Subject, actor: Actor) -> None:
 
 
 def test_what_is_lost_is_not_left(either: Subject, actor: Actor, told: list[Event]) -> None:
-    """Not by its inner entries, either."""
-    lock = either.lock("k")
+    """Not by its inner entries, either; `on_lost` is called once."""
+    lost: list[Reason] = []
+    lock = either.lock("k", on_lost=lambda _, reason: lost.append(reason))
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
     either.run("UPDATE locks SET fence = fence + 1 WHERE lock_key = 'k'")
     for _ in range(2):
@@ -309,3 +290,5 @@ def test_what_is_lost_is_not_left(either: Subject, actor: Actor, told: list[Even
         (Kind.ACQUIRED, "reentered"),
         (Kind.LOST, 2),
     ]
+    assert deliveries.flush(20)
+    assert lost == [Reason.TAKEN_OVER]

@@ -234,20 +234,24 @@ def rival(database: str) -> Iterator[Rival]:
     made.engine.dispose()
 
 
-@pytest.fixture
-def client(database: str) -> Iterator[Callable[..., Client]]:
+def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Makes clients, over an empty table of the user's."""
     run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
     run(database, "DELETE FROM guarded")
-    made: list[Client] = []
+    made: list[Any] = []
 
-    def make(kind: str, level: str | None = None) -> Client:
-        made.append(Client(kind, database, level))
+    def make(kind: str, level: str | None = None) -> Any:
+        made.append(client(kind, database, level))
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def client(database: str) -> Iterator[Callable[..., Client]]:
+    yield from clients(database, Client)
 
 
 def end_lease(database: str, key: str = "k") -> None:

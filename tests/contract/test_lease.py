@@ -757,29 +757,29 @@ def test_a_block_that_nobody_can_leave_ends_with_its_lease(
 
 def test_what_can_still_be_left_is_renewed(either: Subject, actor: Actor) -> None:
     """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
-    ttl, done = 1.5, list[Any]()
+    done = list[Any]()
 
     def suspend() -> Any:
         if either.face == "sync":
 
             def body() -> Any:
-                with either.lock("suspended", ttl=ttl):
+                with either.lock("suspended", ttl=20):
                     yield
 
             done.append(body())
             return next(done[0])
 
         async def abody() -> Any:
-            async with either.lock("suspended", ttl=ttl):
+            async with either.lock("suspended", ttl=20):
                 yield
 
         done.append(abody())
         return done[0].__anext__()
 
     actor.do(suspend)
-    actor.call(either.lock("acquired", ttl=ttl), "acquire")
-    actor.do(lambda: enter_and_forget(either, "entered again", ttl=ttl))
-    actor.within(either.lock("entered again", ttl=ttl), lambda: either.pause(1.3 * ttl))
+    actor.call(either.lock("acquired", ttl=20), "acquire")
+    actor.do(lambda: enter_and_forget(either, "entered again", ttl=20))
+    assert actor.within(either.lock("entered again", ttl=20), either.aside(lambda: renewed(either)))
     assert either.row("entered again")["owner"] is None
     actor.call(either.lock("acquired"), "verify")
     actor.call(either.lock("suspended"), "verify")

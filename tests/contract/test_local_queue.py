@@ -11,6 +11,8 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockTimeout
 from dblock.core.lock.base_store import BaseStore
+from dblock.core.observing.events import Kind
+from dblock.core.observing.observers import observe
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.support.lab import until
@@ -48,6 +50,8 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.usefixtures("hopeful")
 def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Actor, sent: list[str]) -> None:
     """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
+    how: list[str] = []
+    stop = observe(lambda event: how.append(event.how), Kind.ACQUIRED)
     holder = either.lock("k", ttl=60, label="first")
     actor.call(holder, "acquire")
     fence = actor.get(holder, "fence")
@@ -56,6 +60,8 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
     sent.clear()
     actor.call(holder, "release")
     assert waiting.result(30) is True
+    assert until(lambda: how == ["at_once", "handed_over"], 5)
+    stop()
     assert sent == ["hand_over_local"]
     row = either.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
@@ -67,22 +73,6 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
     sent.clear()
     other.call(lock, "release")
     assert sent == ["release"]
-
-
-def test_many_take_one_place(either: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
-    """However many of a process wait, one of them stands in the queue; they are served in the order of their coming."""
-    holder = either.lock("k")
-    actor.call(holder, "acquire")
-    crowd = [(other, *start(either, other)) for other in actors(4)]
-    assert until(lambda: waiters(either) == 1)
-    actor.call(holder, "release")
-    for n, (other, lock, got) in enumerate(crowd):
-        assert got.result(30) is True
-        assert not any(later.done() for _, _, later in crowd[n + 1 :])
-        assert waiters(either) <= 1
-        other.call(lock, "release")
-    assert waiters(either) == 0
-    assert either.run("SELECT owner, last_ticket - served_ticket FROM locks") == [(None, 0)]
 
 
 @pytest.mark.usefixtures("hopeful")

@@ -35,9 +35,8 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, reap
-from tests.support.lab import FACES, until
+from tests.support.lab import until
 from tests.support.pages import block, text
-from tests.support.subjects import Actor, Subject
 
 MONITORING = Path(prometheus.__file__).parent / "monitoring"
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -167,16 +166,6 @@ def test_held_is_what_is_held(engine: Engine, registry: CollectorRegistry) -> No
     assert total(scrape(late), "dblock_held") == 0
     assert not scrape(other)
     stop()
-
-
-@pytest.mark.parametrize("subject", FACES, indirect=True, ids=str)
-def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, registry: CollectorRegistry) -> None:
-    """Either face, sync and async."""
-    actor.within(subject.lock("stock:1"), lambda: None)
-    values = scrape(registry)
-    database = subject.lock("stock:1")._place.store().name
-    for name in ("dblock_wait_seconds_count", "dblock_hold_seconds_count"):
-        assert total(values, name, group="stock", database=database) == 1
 
 
 def test_permits_may_have_one_fence() -> None:

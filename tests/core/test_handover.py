@@ -8,27 +8,25 @@ the token used, come again when the lease has ended, and try to take the key ane
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.request import Request
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.values import QUARANTINE, Grant, Tenure
-from tests.conftest import timed
 from tests.support.explore import TTL, Explored, Flow, House, Small, explore
 from tests.support.lab import LONG
 from tests.support.model import UNREPLICATED, Interrupted, World, wish
 from tests.support.steps import NO_STORE
 
+pytestmark = pytest.mark.usefixtures("exact_worlds")
 SECRET = "token-1"
 QUEUED = 10.0
 """Seconds for which a token is good."""
@@ -143,18 +141,6 @@ def tokens(kinds: tuple[str, ...], dialect: str, bearers: int, *, in_advance: bo
     return world
 
 
-WORLDS: list[Tokens] = []
-
-
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    timed(monkeypatch, poll_notified=3600.0, answer_grace=0.03, listen_after=3600.0)
-    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    monkeypatch.setattr(Request, "new_owner", lambda self: WORLDS[-1].new_owner(self.flow))
-    yield
-    WORLDS.clear()
-
-
 def explored(
     kinds: tuple[str, ...],
     dialect: str = "postgresql",
@@ -166,8 +152,7 @@ def explored(
     """All ways; the token is used once, and nothing is left."""
 
     def make() -> Tokens:
-        WORLDS[:] = [tokens(kinds, dialect, bearers, in_advance=in_advance, preemptions=preemptions)]
-        return WORLDS[0]
+        return tokens(kinds, dialect, bearers, in_advance=in_advance, preemptions=preemptions)
 
     def check(world: Small) -> None:
         assert isinstance(world, Tokens)

@@ -164,16 +164,6 @@ def test_the_callbacks_of_a_loss_are_found_though_its_block_ends(local: Clock) -
     assert (hold.locks(), seen.locks()) == ([], [lock])
 
 
-def test_held_then_at_risk_then_lost(local: Clock) -> None:
-    """By the local clock alone: late from half of the ttl on, lost a margin before its end."""
-    hold = hold_of(local)
-    states = []
-    for local.time in (100, 114.9, 115, 128.9, 129, 500):
-        states.append((hold.lease.state, round(hold.lease.remaining(), 1)))
-    assert states == [("held", 29), ("held", 14.1), ("at_risk", 14), ("at_risk", 0.1), ("lost", 0), ("lost", 0)]
-    assert hold.lease.loss == Loss(Reason.EXPIRED, stalled=True)
-
-
 def test_without_renewal_nothing_is_late(local: Clock) -> None:
     """It is held until it is lost."""
     hold = hold_of(local, renew=False)
@@ -664,28 +654,6 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
     assert until(lambda: told)
     with pytest.raises(LockLost):
         lock.release()
-
-
-def test_told_once_however_often_entered(store: FakeStore) -> None:
-    """One lock object, one call."""
-    told: list[Reason] = []
-    lock = FakeLock(store, ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason))
-    lock.acquire()
-    lock.acquire()
-    assert until(lambda: told)
-    assert deliveries.flush(20)
-    assert told == [Reason.EXPIRED]
-
-
-def test_a_loss_found_at_the_release_is_told_too(store: FakeStore) -> None:
-    """The row was no longer ours: LockLost, and on_lost."""
-    told: list[Reason] = []
-    lock = FakeLock(store, on_lost=lambda _, reason: told.append(reason))
-    lock.acquire()
-    store.answers["release"] = lambda _: []
-    with pytest.raises(LockLost):
-        lock.release()
-    assert until(lambda: told == [Reason.GONE])
 
 
 def test_a_take_has_what_renews_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,23 +159,8 @@ def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
     assert process.nobody()
 
 
-def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
-    """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
-    world, process, tenure, heir = holder_and_heir()
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
-    world.time += 0.5
-    assert not isinstance(play(world, heir, {}), Grant)
-    step = holder.throw(StoreUnanswered("cut"))
-    while not (isinstance(step, Execute) and step.statement.name == "release"):
-        step = holder.send(world.execute(step) if isinstance(step, Execute) else None)
-    _ = world.execute(relay)
-    assert play(world, holder, {}, world.execute(step)) is True
-    assert world.rows["k"]["owner"] is None
-
-
 @pytest.mark.parametrize("first", ["heir", "answer"])
-def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
+def test_an_answer_that_is_lost_leaves_nothing(first: str) -> None:
     """The last of the two that gives up checks what the other may have left behind."""
     world, process, tenure, heir = holder_and_heir()
     holder = given(process, tenure)
@@ -293,15 +278,6 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     grant = play(world, heir, {}, world.execute(cast("Execute", leaving)))
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
     assert process.nobody()
-
-
-def test_a_release_without_an_answer_is_sent_again_and_was_in_time() -> None:
-    """It then finds nothing, as the first sending ended the tenure. Any other release that finds nothing is late."""
-    world = World()
-    held = Grant(Tenure("k", "o", world._begin(None, wish().parameters("o"))[0][0]))
-    assert play(world, handover.end(world.site(), held), {("release", 0): lost_after(world)}) is True
-    assert world.rows["k"]["owner"] is None
-    assert play(world, handover.end(world.site(), held), {}) is False
 
 
 def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:

@@ -10,8 +10,7 @@ poll.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,24 +19,20 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import handover, sharing
-from dblock.core.acquire.request import Request
 from dblock.core.acquire.sharing import Sharing
-from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.statements.base import Statement
 from dblock.core.statements.sqlite import SQL
 from dblock.core.timing import DEFAULT
 from dblock.core.values import SHARE, Grant, Tenure
-from tests.conftest import timed
 from tests.support import family as family_module
-from tests.support.explore import TTL, Explored, explore
+from tests.support.explore import LATEST, TTL, Explored, explore
 from tests.support.family import Family, OnModel, family
 from tests.support.lab import LONG
 from tests.support.model import changed
 from tests.support.steps import skipped
 
-HOUR = 3600.0
 QUICK = 0.15
 """Seconds that a fault may cost, unless somebody has to poll or to wait for the end of a lease."""
 LOOK = TTL / 2 + 0.2
@@ -118,25 +113,11 @@ def over_tables(*worlds: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Family]]:
-    """No jitter, names and tokens in order, and nobody polls before an hour has passed. The list has the last world."""
-    times = {"poll_notified": HOUR, "listen_after": HOUR}
-    timed(monkeypatch, answer_grace=0.03, **times)
-    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
-    worlds: list[Family] = []
-    monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
-    monkeypatch.setattr(sharing, "new_name", lambda: worlds[-1].urandom(8).hex())
-    chosen = SimpleNamespace(randrange=lambda n: worlds[-1].randrange(n), sample=lambda slots, n: slots[:n])  # noqa: PLW0108
+def _in_order(exact_worlds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of readers' rows, and which slots are tried first."""
+    monkeypatch.setattr(sharing, "new_name", lambda: LATEST[0].urandom(8).hex())
+    chosen = SimpleNamespace(randrange=lambda n: LATEST[0].randrange(n), sample=lambda slots, n: slots[:n])  # noqa: PLW0108
     monkeypatch.setattr(sharing, "random", chosen)
-    make = family
-
-    def keep(*args: Any, **options: Any) -> Family:
-        worlds[:] = [make(*args, **options)]
-        return worlds[0]
-
-    monkeypatch.setattr("tests.core.test_sharing_worlds.family", keep)
-    yield worlds
 
 
 def explored(does: str, *kinds: str, **options: Any) -> Explored:
@@ -163,74 +144,56 @@ def explored(does: str, *kinds: str, **options: Any) -> Explored:
     return explore(lambda: family(does, faults=len(kinds), kinds=kinds, **options), check=check)
 
 
-def say(capsys: pytest.CaptureFixture[str], what: str, seen: Explored) -> None:
-    """Print how many states and ends there were, for a user who runs this in one process."""
-    with capsys.disabled():
-        print(f"\n{what}: {seen.states:,} states, {seen.ends:,} ends", end="")  # noqa: T201 - to be read
-
-
 @pytest.mark.timeout(300)
 @over_tables(*WORLDS)
-def test_two_flows(world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = explored(tables=tables, preemptions=1 if world in MANY and not LONG else math.inf, **WORLDS[world])
-    say(capsys, f"{world}, {tables}", seen)
-    assert seen.states > 30
+def test_two_flows(world: str, tables: str) -> None:
+    assert (
+        explored(tables=tables, preemptions=1 if world in MANY and not LONG else math.inf, **WORLDS[world]).states > 30
+    )
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @over_tables(*LARGE)
-def test_more_flows(world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_flows(world: str, tables: str) -> None:
     preemptions, options = LARGE[world]
-    seen = explored(tables=tables, preemptions=preemptions + LONG, **options)
-    say(capsys, f"{world}, {tables}", seen)
-    assert seen.states > 400
+    assert explored(tables=tables, preemptions=preemptions + LONG, **options).states > 400
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @over_tables(*FAULTY)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault(fault: str, world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault(fault: str, world: str, tables: str) -> None:
     """Of two flows; with few preemptions, since all orders are too many."""
-    seen = explored(world, fault, tables=tables, preemptions=2 if LONG else 0 if fault == "late" else 1)
-    say(capsys, f"{world}, {fault}, {tables}", seen)
-    assert seen.states > 50
+    assert explored(world, fault, tables=tables, preemptions=2 if LONG else 0 if fault == "late" else 1).states > 50
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @over_tables(*FAULTY)
-def test_an_interrupt_after_a_statement_was_executed(
-    world: str, tables: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = explored(world, "slow", "interrupt", tables=tables, preemptions=int(LONG))
-    say(capsys, f"{world}, {tables}", seen)
-    assert seen.states > 50
+def test_an_interrupt_after_a_statement_was_executed(world: str, tables: str) -> None:
+    assert explored(world, "slow", "interrupt", tables=tables, preemptions=int(LONG)).states > 50
 
 
 @over_tables("rw", "wr", "12", "13")
-def test_an_interrupt_of_a_flow_that_gives_up(world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_of_a_flow_that_gives_up(world: str, tables: str) -> None:
     """The second one waits for less time than the first one is in."""
     permits, options = 2 + (world == "13"), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}
-    seen = explored(world, "interrupt", tables=tables, permits=permits, preemptions=1, **options)
-    say(capsys, f"{world}, {tables}", seen)
-    assert seen.states > 50
+    assert explored(world, "interrupt", tables=tables, permits=permits, preemptions=1, **options).states > 50
 
 
 @pytest.mark.skipif(not LONG, reason="part of `make faults`")
 @pytest.mark.timeout(7200)
 @over_tables("rrw", "rwr", "dw", "RW", "111", "121")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_more_flows(fault: str, world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
-    say(capsys, f"{world}, {fault}, {tables}", explored(world, fault, tables=tables, preemptions=1))
+def test_a_fault_of_more_flows(fault: str, world: str, tables: str) -> None:
+    _ = explored(world, fault, tables=tables, preemptions=1)
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize("does", ["Rw", "Wr", "dw"])
-def test_a_lease_ends_while_a_statement_decides(does: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lease_ends_while_a_statement_decides(does: str) -> None:
     """The clock passes the end of a lease between what a statement saw and what it did: a renewal that was under way,
     a take, the look for shares."""
-    seen = explored(does, "age", "tick", tables="model", preemptions=2 if LONG else int(does != "dw"))
-    say(capsys, does, seen)
-    assert seen.states > 400
+    assert explored(does, "age", "tick", tables="model", preemptions=2 if LONG else int(does != "dw")).states > 400
 
 
 GUARDED = {"tables": "model", "holds": (TTL + 5.0, 0.0)}
@@ -240,14 +203,12 @@ GUARDED = {"tables": "model", "holds": (TTL + 5.0, 0.0)}
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize("does", ["gw", "Gr", "Gw"])
 @pytest.mark.parametrize("fault", ["", *(FAULTS if LONG else ("interrupt", "death"))])
-def test_a_guard_outlasts_its_lease(does: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guard_outlasts_its_lease(does: str, fault: str) -> None:
     """What a guarded transaction writes can only be committed before the next one that it excludes is in."""
     if fault == "death" and does != "Gr" and not LONG:
         pytest.skip("part of `make faults`")
     preemptions = math.inf if not fault else int(LONG)
-    seen = explored(does, *filter(None, [fault]), preemptions=preemptions, **GUARDED)
-    say(capsys, f"{does}, {fault}", seen)
-    assert seen.states > 50
+    assert explored(does, *filter(None, [fault]), preemptions=preemptions, **GUARDED).states > 50
 
 
 # -- what the worlds notice

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +11,18 @@ import pytest
 
 from dblock.core.acquire import handover, waiting
 from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, Stage
-from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.values import QUARANTINE, Grant
-from tests.conftest import timed
+from tests.core.conftest import HOUR
 from tests.support import explore as explore_module
 from tests.support.explore import FAULTS, SWITCH, TTL, UNDOING, Explored, Small, explore, small
 from tests.support.lab import LONG
 from tests.support.model import World
 from tests.support.steps import skipped
 
-HOUR = 3600.0
 QUICK = 0.15
 """Seconds that whatever goes wrong may cost, unless somebody has to wait for a lease to end."""
 LOOK = TTL / 2 + 0.2
@@ -52,27 +49,7 @@ WORLDS: list[tuple[Sizes, Timeouts]] = [((1, 1), (None, None)), ((2,), (None, No
 LARGE: list[tuple[Sizes, Timeouts]] = [((2, 1), (None,) * 3), ((1, 1, 1), (None,) * 3), ((2, 1), (0.05, None, None))]
 
 
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No jitter, tokens in order, and nobody polls before an hour has passed."""
-    timed(
-        monkeypatch,
-        poll_notified=HOUR,
-        answer_grace=0.03,
-        listen_after=HOUR,
-    )
-    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
-    worlds: list[Small] = []
-    monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
-    made = small
-
-    def make(*args: Any, **bounds: Any) -> Small:
-        worlds[:] = [made(*args, **bounds)]
-        return worlds[0]
-
-    monkeypatch.setattr("tests.core.test_small_worlds.small", make)
-    yield
+pytestmark = pytest.mark.usefixtures("exact_worlds")
 
 
 def explored(
@@ -102,16 +79,10 @@ def explored(
     return explore(lambda: small(sizes, timeouts, len(kinds), kinds, dialect, preemptions=preemptions), check=check)
 
 
-def say(capsys: pytest.CaptureFixture[str], what: str, states: int) -> None:
-    """Print how many states there were, for a user who runs this in one process."""
-    with capsys.disabled():
-        print(f"\n{what}: {states:,} states", end="")  # noqa: T201 - to be read
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql"])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_flows(fault: str | None, dialect: str) -> None:
     """Of two processes, or of one, of which one may not wait for long."""
     if fault == "restart" and dialect != "postgresql":
         pytest.skip("a server keeps its name there")
@@ -121,7 +92,6 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
     few = {"crash": 0, "late": 1, "restart": 0, "promotion": 0}.get(fault or "", 2)
     preemptions = math.inf if every or fault == "interrupt" else few
     states = [explored(sizes, timeouts, fault, dialect, preemptions).states for sizes, timeouts in worlds]
-    say(capsys, f"{dialect}, {fault or 'no fault'}", sum(states))
     assert min(states) > 50
 
 
@@ -139,19 +109,16 @@ def test_a_switch_to_a_clock_that_is_ahead(dialect: str, monkeypatch: pytest.Mon
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
-def test_three_flows(sizes: Sizes, timeouts: Timeouts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_flows(sizes: Sizes, timeouts: Timeouts) -> None:
     """Of two processes, or of three, whose orders are minutes of work: with three preemptions in `make test`."""
-    seen = explored(sizes, timeouts, None, preemptions=math.inf if LONG else 3)
-    say(capsys, str(sizes), seen.states)
-    assert seen.states > 2000
+    assert explored(sizes, timeouts, None, preemptions=math.inf if LONG else 3).states > 2000
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)] if LONG else [(1, 1, 1)])
-def test_three_flows_and_a_crash(sizes: Sizes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_flows_and_a_crash(sizes: Sizes) -> None:
     """Of the database, that takes back what one of them has handed over, or two."""
     seen = explored(sizes, (None,) * 3, "crash", preemptions=2 if LONG else 0)
-    say(capsys, f"{sizes}, crash", seen.states)
     assert seen.states > (5000 if LONG else 4000)
 
 
@@ -159,28 +126,24 @@ def test_three_flows_and_a_crash(sizes: Sizes, capsys: pytest.CaptureFixture[str
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
-def test_three_flows_and_a_fault(
-    sizes: Sizes, timeouts: Timeouts, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(capsys, f"{sizes}, {fault}", explored(sizes, timeouts, fault).states)
+def test_three_flows_and_a_fault(sizes: Sizes, timeouts: Timeouts, fault: str) -> None:
+    _ = explored(sizes, timeouts, fault)
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_two_flows_of_two_processes_and_a_fault(fault: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_flows_of_two_processes_and_a_fault(fault: str | None) -> None:
     """With few preemptions, since all orders are too many (M. Musuvathi, S. Qadeer: Iterative context bounding for
     systematic testing of multithreaded programs, PLDI 2007)."""
     if not (LONG or fault == "death"):
         pytest.skip("part of `make faults`")
-    states = explored((2, 2), (None,) * 4, fault, preemptions=2 if LONG else 1).states
-    say(capsys, f"(2, 2), {fault}", states)
-    assert states > 2000
+    assert explored((2, 2), (None,) * 4, fault, preemptions=2 if LONG else 1).states > 2000
 
 
 @pytest.mark.skipif(not LONG, reason="part of `make faults`")
 @pytest.mark.timeout(7200)
-def test_two_flows_of_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    say(capsys, "(2, 2)", explored((2, 2), (None,) * 4, None).states)
+def test_two_flows_of_two_processes() -> None:
+    _ = explored((2, 2), (None,) * 4, None)
 
 
 # -- what the worlds notice

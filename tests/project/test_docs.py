@@ -62,13 +62,23 @@ metadata.create_all(engine)
 with engine.connect() as connection:
     assert not list(connection.execute(text("SELECT * FROM locks WHERE owner IS NOT NULL")))
 """
-CELERY = """
+CELERY = DJANGO.replace(
+    "{example}",
+    """
 from celery import Celery
 app = Celery()
 app.set_default()  # in each thread
 app.conf.task_always_eager = True
 {example}
-"""
+""",
+)
+TASKS = [
+    ("README.md", "celery"),
+    ("docs/start.md", "celery"),
+    ("docs/celery.md", "celery-tasks"),
+    ("docs/celery.md", "celery-permits"),
+    ("docs/celery.md", "celery-atomic"),
+]
 PACKAGES = ["dblock", "sqlalchemy_dblock"]
 SHORT = ["README.md", "docs/index.md"]
 """Pages whose few lines for Django run before those of the reference, in one process."""
@@ -190,12 +200,9 @@ ELSEWHERE = SERVED | {
     "holder",
     "health",
     "health-django",
-    "leader-asyncio",
-    "majority",
     "opentelemetry",
     "prometheus",
     "settings",
-    "shards",
     "waiting",
 }
 ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
@@ -204,28 +211,12 @@ ELSEWHERE |= {"sessions"}  # in tests/servers
 ELSEWHERE |= set(ON_THE_SITE)  # in test_site
 
 
-@pytest.mark.parametrize(("page", "name"), RUN)
+@pytest.mark.parametrize(("page", "name"), RUN + TASKS)
 def test_examples(page: str, name: str, tmp_path: Path) -> None:
-    """Those of Django and SQLAlchemy, in a fresh project; none leaves a lock behind."""
+    """Those of Django, SQLAlchemy and Celery, in a fresh project; none leaves a lock behind."""
     example = BEFORE.get(f"{page} {name}", "") + block(page, name) + CHECKS.get(f"{page} {name}", "")
-    template = {"django": DJANGO, "sqlalchemy": SQLALCHEMY}[name]
+    template = {"django": DJANGO, "sqlalchemy": SQLALCHEMY}.get(name, CELERY)
     run(template.format(example=example, settings=block("README.md", "settings")), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [
-        ("README.md", "celery"),
-        ("docs/start.md", "celery"),
-        ("docs/celery.md", "celery-tasks"),
-        ("docs/celery.md", "celery-permits"),
-        ("docs/celery.md", "celery-atomic"),
-    ],
-)
-def test_tasks(page: str, name: str, tmp_path: Path) -> None:
-    """They run, and wait for their turns."""
-    example = CELERY.format(example=block(page, name) + CHECKS.get(f"{page} {name}", ""))
-    run(DJANGO.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
 LEADER = """
@@ -252,11 +243,6 @@ asyncio.run(main())
 """
 
 
-def test_a_leader_on_asyncio(tmp_path: Path) -> None:
-    """Its body is cancelled at `stop()`."""
-    run(LEADER.format(example=block("docs/family.md", "leader-asyncio")), tmp_path)
-
-
 SHARDS = """
 import zlib
 import django
@@ -281,11 +267,6 @@ assert not any(db_lock("stock:42", using=alias).locked() for alias in both)
 """
 
 
-def test_shards(tmp_path: Path) -> None:
-    """A key is in the database that the function says, and in two while the list changes."""
-    run(SHARDS.format(example=block("docs/clusters.md", "shards")), tmp_path)
-
-
 MAJORITY = """
 from sqlalchemy import create_engine, text
 from dblock.majority import protocol
@@ -306,11 +287,6 @@ assert written[0][0] > 0 and lock.fence is None and set(lock.answers.values()) =
 """
 
 
-def test_a_majority(tmp_path: Path) -> None:
-    """Of three files."""
-    run(MAJORITY.format(example=block("docs/majority.md", "majority")), tmp_path)
-
-
 BEAT = """
 from celery import Celery
 from sqlalchemy import create_engine
@@ -327,20 +303,6 @@ beats[1].close()
 """
 
 
-def test_beat(tmp_path: Path) -> None:
-    """One after the other is active."""
-    run(BEAT.format(example=block("docs/celery.md", "celery-beat")), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [("docs/testing.md", "memory"), ("docs/databases.md", "names")],
-)
-def test_programs(page: str, name: str, tmp_path: Path) -> None:
-    """Whole by themselves."""
-    run(block(page, name) + CHECKS.get(f"{page} {name}", ""), tmp_path)
-
-
 NOTEBOOK = """
 import ast, threading, time, warnings
 from sqlalchemy import create_engine
@@ -348,7 +310,7 @@ from sqlalchemy_dblock import create_tables, db_lock
 engine = create_engine("sqlite:///notebook.sqlite3")
 create_tables(engine)
 warnings.simplefilter("error")
-cell = compile({cell!r}, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+cell = compile({example!r}, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 taken, lock = threading.Event(), db_lock(engine, "report")
 holder = threading.Thread(target=lambda: lock(lambda: (taken.set(), time.sleep(0.2)))())
 holder.start()
@@ -360,9 +322,21 @@ assert not lock.locked()
 """
 
 
-def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
-    """An Engine's lock is waited for in a thread, with no warning."""
-    run(NOTEBOOK.format(cell=block("docs/deployment.md", "notebook")), tmp_path)
+PROGRAMS = {
+    ("docs/family.md", "leader-asyncio"): LEADER,
+    ("docs/clusters.md", "shards"): SHARDS,
+    ("docs/majority.md", "majority"): MAJORITY,
+    ("docs/celery.md", "celery-beat"): BEAT,
+    ("docs/deployment.md", "notebook"): NOTEBOOK,
+    ("docs/testing.md", "memory"): "{example}",
+    ("docs/databases.md", "names"): "{example}",
+}
+
+
+@pytest.mark.parametrize(("page", "name"), PROGRAMS)
+def test_programs(page: str, name: str, tmp_path: Path) -> None:
+    """Whole by themselves, or with little around them."""
+    run(PROGRAMS[page, name].format(example=block(page, name)), tmp_path)
 
 
 def test_the_schedule_of_the_reaper(tmp_path: Path) -> None:
@@ -426,19 +400,7 @@ def test_the_errors_of_redis(tmp_path: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """Here, or elsewhere under its name."""
-    known = {
-        "django",
-        "sqlalchemy",
-        "celery",
-        "celery-atomic",
-        "celery-beat",
-        "celery-permits",
-        "celery-tasks",
-        "memory",
-        "names",
-        "names-settings",
-        "notebook",
-    } | ELSEWHERE
+    known = {name for _, name in (*RUN, *TASKS, *PROGRAMS)} | {"names-settings"} | ELSEWHERE
     named = [name for page in PAGES for name, _ in blocks(page)]
     assert set(named) == known
     fences = sum(len(re.findall(r"^```\w+$", text(page), re.MULTILINE)) for page in PAGES)

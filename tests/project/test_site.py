@@ -237,31 +237,26 @@ def in_a_container(command: list[str], directory: Path) -> subprocess.Popen[str]
     return subprocess.Popen(command, cwd=directory, env=known, stderr=subprocess.PIPE, text=True)
 
 
-def test_migrations_in_turn(tmp_path: Path) -> None:
-    """Two at once: one after the other, on a database that is new."""
-    alembic = tmp_path / "alembic"
-    alembic.write_text("#!/bin/sh\nmkdir busy && echo $1 >>done && sleep 0.2 && rmdir busy\n")
+def both_migrate(command: list[str], directory: Path) -> bool:
+    """Whether two at once run one after the other, on a database that is new."""
+    alembic = directory / "alembic"
+    alembic.write_text("#!/bin/sh\nmkdir busy && echo $* >>done && sleep 0.2 && rmdir busy\n")
     alembic.chmod(0o755)
-    command = ["sh", "-ec", block(PAGE["case-migrations"], "case-migrations")]
-    both = [in_a_container(command, tmp_path) for _ in range(2)]
-    for one in both:
+    for one in [in_a_container(command, directory) for _ in range(2)]:
         _, said = one.communicate(timeout=40)
         assert one.returncode == 0, said
-    assert (tmp_path / "done").read_text() == "upgrade\n" * 2
+    return (directory / "done").read_text() == "upgrade head\n" * 2
+
+
+def test_migrations_in_turn(tmp_path: Path) -> None:
+    assert both_migrate(["sh", "-ec", block(PAGE["case-migrations"], "case-migrations")], tmp_path)
 
 
 def test_a_pod(tmp_path: Path) -> None:
     """Its migrations take turns with another pod's; its server is given less time than the pod; probes agree."""
     pod = yaml.safe_load(block(PAGE["kubernetes-pod"], "kubernetes-pod"))
     [migrate], [web] = pod["initContainers"], pod["containers"]
-    alembic = tmp_path / "alembic"
-    alembic.write_text("#!/bin/sh\nmkdir busy && echo $* >>done && sleep 0.2 && rmdir busy\n")
-    alembic.chmod(0o755)
-    both = [in_a_container(migrate["args"], tmp_path) for _ in range(2)]
-    for one in both:
-        _, said = one.communicate(timeout=40)
-        assert one.returncode == 0, said
-    assert (tmp_path / "done").read_text() == "upgrade head\n" * 2
+    assert both_migrate(migrate["args"], tmp_path)
     _, option, patience, _ = web["args"]
     assert option == "--graceful-timeout"
     assert int(patience) < pod["terminationGracePeriodSeconds"]

@@ -291,12 +291,12 @@ class Laboratory:
 
     def fill(self, case: Case) -> datetime:
         """Let the case's rows be in the tables, and no others; the database's clock at that moment."""
+        self._table.run("BEGIN")
         for table in ("locks", "lock_waiters", "lock_events"):
             self._table.run(f"DELETE FROM {table}")
         if self._epoch_changed or case.epoch:
             self._fill_epoch(case.epoch)
         made = self._clock()
-        self._table.run("BEGIN")
         for table, records in (("locks", case.keys), ("lock_waiters", case.places), ("lock_events", case.events)):
             for record in records:
                 columns = ", ".join(record)

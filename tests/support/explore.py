@@ -631,9 +631,10 @@ class Explored(NamedTuple):
     """What was seen."""
 
     states: int
-    ends: int
-    longest: float
-    """Seconds until the last flow had what it wanted, or had given up."""
+
+
+LATEST: list[Any] = []
+"""The world that is explored at this moment."""
 
 
 def explore(make: Any, *, check: Any) -> Explored:
@@ -641,11 +642,12 @@ def explore(make: Any, *, check: Any) -> Explored:
     seen = set[int]()
     before = defaultdict[int, list[tuple[int, Choice]]](list)
     """By state: the states before it, and what happened there."""
-    over, longest = list[int](), 0.0
+    over = list[int]()
     stack: list[tuple[int, tuple[Choice, ...]]] = [(0, ())]
     while stack:
         came_from, path = stack.pop()
         world: Small = make()
+        LATEST[:] = [world]
         try:
             for choice in path[:-1]:  # what holds at every moment was checked when it happened first
                 world.happen(choice)
@@ -662,7 +664,6 @@ def explore(make: Any, *, check: Any) -> Explored:
                 choices = world.choices()
                 if not choices:
                     over.append(state)
-                    longest = max(longest, world.time - world.begun)
                     check(world)
                     break
                 stack += [(state, (*path, choice)) for choice in choices[1:]]
@@ -672,7 +673,7 @@ def explore(make: Any, *, check: Any) -> Explored:
             raise AssertionError(f"{error}, after\n{_story(path)}") from error
     if endless := seen - _leading_to(over, before):
         raise AssertionError(f"it goes on for ever, after\n{_story(_way_to(endless, before))}")
-    return Explored(len(seen), len(over), longest)
+    return Explored(len(seen))
 
 
 def _leading_to(ends: list[int], before: Mapping[int, list[tuple[int, Choice]]]) -> set[int]:
