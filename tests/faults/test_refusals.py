@@ -280,7 +280,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)
         yield from queue.heartbeat(database, [place], later)
         if name == "clear":
-            yield from queue.leave_queue(database, [owner], 0.15)
+            yield from queue.leave_queue(database, [owner], 1.0)
             assert (yield from handover.end(site, hold_of(lock).grant))
             return None
         if not (yield from handover.grant(site, "k", ticket, hold_of(lock).grant)):
@@ -288,7 +288,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
             assert (yield from handover.end(site, hold_of(lock).grant))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
-        yield from queue.leave_queue(database, [owner], 0.15)
+        yield from queue.leave_queue(database, [owner], 1.0)
         assert grant is not None
         return (yield from handover.end(site, grant))
 
