@@ -368,7 +368,7 @@ def test_an_outage_is_logged_once(
     postgresql: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
-    timed(monkeypatch, retry_budget=0.3, waiter_ttl=1.5, listen_after=0.0)
+    timed(monkeypatch, retry_budget=1.0, waiter_ttl=1.5, listen_after=0.0)
     where = make_url(url("postgresql"))
     assert where.port is not None
     holding = create_engine(where)

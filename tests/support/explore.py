@@ -426,6 +426,9 @@ class _Number(int):
     """A ticket or a fence."""
 
 
+_NAMES = ("world_", READER)
+
+
 class _Canon:
     """A world as a flat tuple, in which only what matters differs."""
 
@@ -493,22 +496,28 @@ class _Canon:
         return own
 
     def _add(self, it: Any, flat: list[Any]) -> None:
-        kind = type(it)
-        if kind is str:
-            named = it.startswith(("world_", READER)) or (it[:1].isdigit() and "." in it)
-            flat.append(_Name(it) if named else it)
-        elif kind is int:
-            if -100_000 < it < 100_000:
-                flat.append(it)
+        self._add_each((it,), flat)
+
+    def _add_each(self, values: Iterable[Any], flat: list[Any]) -> None:
+        """One after the other, without a call for each: an exploration spends most of its time here."""
+        append = flat.append
+        for it in values:
+            kind = type(it)
+            if kind is str:
+                named = it.startswith(_NAMES) or (it[:1].isdigit() and "." in it)
+                append(_Name(it) if named else it)
+            elif kind is int:
+                if -100_000 < it < 100_000:
+                    append(it)
+                else:
+                    self._numbers.add(it)
+                    append(_Number(it))
+            elif kind is float:
+                append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
+            elif it is None or kind is bool:
+                append(it)
             else:
-                self._numbers.add(it)
-                flat.append(_Number(it))
-        elif kind is float:
-            flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
-        elif it is None or kind is bool:
-            flat.append(it)
-        else:
-            _adder(cast("Any", kind))(self, it, flat)
+                _adder(cast("Any", kind))(self, it, flat)
 
     def _add_class(self, it: Any, flat: list[Any]) -> None:
         flat.append(type(it).__name__)
@@ -524,8 +533,7 @@ class _Canon:
 
     def _add_sequence(self, it: Collection[Any], flat: list[Any]) -> None:
         flat.append(len(it))
-        for each in it:
-            self._add(each, flat)
+        self._add_each(it, flat)
 
     def _add_dict(self, it: dict[Any, Any], flat: list[Any]) -> None:
         flat.append(len(it))
@@ -538,9 +546,7 @@ class _Canon:
             flat.append(it.__qualname__)
             if frame is not None:
                 flat.append(frame.f_lasti)
-                for name, value in frame.f_locals.items():
-                    if name not in _ASIDE:
-                        self._add(value, flat)
+                self._add_each([value for name, value in frame.f_locals.items() if name not in _ASIDE], flat)
                 self._add(it.gi_yieldfrom, flat)
 
     def _add_lock(self, it: LockType, flat: list[Any]) -> None:
@@ -550,8 +556,7 @@ class _Canon:
     def _add_object(self, it: Any, flat: list[Any]) -> None:
         if self._is_new(it, flat):
             flat.append(type(it).__name__)
-            for name in _attributes(cast("Any", type(it))):
-                self._add(getattr(it, name, None), flat)
+            self._add_each([getattr(it, name, None) for name in _attributes(cast("Any", type(it)))], flat)
 
     def _is_new(self, it: Any, flat: list[Any]) -> bool:
         """Whether it was not met before; or else it is written down which one it is."""
