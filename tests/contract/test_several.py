@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -59,7 +60,14 @@ def test_all_of_them_are_taken_or_none(either: Subject, actor: Actor, other: Act
     assert actor.get(locks, "fence") == max(fences.values())
     assert actor.do(lambda: locks["a"].fence) == fences["a"]
     assert 0 < actor.get(locks, "remaining") <= 30
+    assert [lock.key for lock in locks] == ["b", "a", "c"]
+    assert len(locks) == 3
+    with pytest.raises(KeyError):
+        _ = locks["d"]
+    assert actor.do(lambda: repr(locks)).endswith("Locks 'b', 'a', 'c': held>")
     actor.do(locks.check)
+    with pytest.raises(LockLost, match="'b' is not held by this thread or task"):
+        other.do(locks.check)
     assert actor.call(locks, "verify") is True
     assert other.call(locks, "acquire", blocking=False) is False
     actor.call(locks, "extend", 60)
@@ -237,6 +245,20 @@ def test_threads_may_share_them(either: Subject, actor: Actor, other: Actor) -> 
     running.result(20)
     # The place of the one that timed out is withdrawn in the background, with what is granted to it meanwhile.
     assert until(lambda: owners(either) == {"a": False, "b": False})
+
+
+def test_a_loss_interrupts_the_taking_of_the_others(async_face: Subject, actor: Actor, other: Actor) -> None:
+    """With interrupt=True: LockLost comes out, and the task is as if nobody had cancelled it."""
+    busy = async_face.lock("b")
+    assert other.call(busy, "acquire")
+    locks = several(async_face, "a", "b", ttl=0.5, renew=False, timeout=20, interrupt=True)
+    with pytest.raises(LockLost) as caught:
+        actor.within(locks)
+    assert caught.value.key == "a"
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+    assert actor.do(lambda: asyncio.current_task().cancelling()) == 0  # type: ignore[union-attr]
+    other.call(busy, "release")
+    assert until(lambda: not waiters(async_face))
 
 
 def test_a_lock_that_is_lost_meanwhile(either: Subject, actor: Actor, other: Actor) -> None:
