@@ -45,12 +45,13 @@ def test_a_lock_that_nobody_contends(face: Subject, actor: Actor, told: list[Eve
     """Taken at once, entered once more, left twice; with whose it is, its fence, its label and its database."""
     lock = face.lock("k", label="tea")
     fence = actor.within(lock, lambda: lock.fence)
-    acquired, released = told
+    of_it = [event for event in told if event.key]  # a renewal that hung in an earlier test may end now
+    acquired, released = of_it
     assert (acquired.kind, acquired.how, acquired.depth, acquired.contended) == (Kind.ACQUIRED, "at_once", 1, False)
     assert (released.kind, released.how, released.depth) == (Kind.RELEASED, "released", 0)
     assert 0 <= acquired.wait < 5
     assert 0 < released.held < 5
-    for event in told:
+    for event in of_it:
         assert (event.key, event.fence, event.label, event.sender) == ("k", fence, "tea", type(lock))
         assert event.database == (ALIASES[face.database] if face.variant == "django" else str(lock._place.store().name))
     assert "@" not in acquired.database
@@ -58,7 +59,7 @@ def test_a_lock_that_nobody_contends(face: Subject, actor: Actor, told: list[Eve
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
     for _ in range(2):
         actor.call(lock, "release")
-    depths = [(str(event.kind), event.how, event.depth) for event in told]
+    depths = [(str(event.kind), event.how, event.depth) for event in told if event.key]
     assert depths == [
         ("acquired", "at_once", 1),
         ("acquired", "reentered", 2),
