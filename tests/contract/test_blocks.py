@@ -201,6 +201,8 @@ def test_an_end_that_somebody_looks_at(either: Subject, actor: Actor) -> None:
         assert (tenures(either), alive(either)) == (begun, len(begun)), f"{what} is held still"
         actor.do(partial(end, made, None, None, None))
         assert tenures(either) == set(), what
+        with pytest.raises(LockNotHeld):  # there is no other one to end
+            actor.do(partial(end, made, None, None, None))
 
 
 def test_a_permit_object_is_one_permit(either: Subject, actor: Actor, other: Actor) -> None:

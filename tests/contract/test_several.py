@@ -77,6 +77,11 @@ def test_all_of_them_are_taken_or_none(either: Subject, actor: Actor, other: Act
     assert actor.get(locks, "state") is None
     with pytest.raises(LockNotHeld):
         actor.get(locks, "fence")
+    assert actor.call(locks, "acquire") is True
+    actor.call(locks["a"], "release")
+    with pytest.raises(LockNotHeld, match="'a'"):
+        actor.call(locks, "release")
+    assert owners(either) == dict.fromkeys("abc", False), "the others were left all the same"
     assert other.call(busy, "acquire")
     begun = time.monotonic()
     assert actor.call(locks, "acquire", timeout=0.4) is False
