@@ -203,6 +203,7 @@ def test_an_end_that_somebody_looks_at(either: Subject, actor: Actor) -> None:
         assert tenures(either) == set(), what
         with pytest.raises(LockNotHeld):  # there is no other one to end
             actor.do(partial(end, made, None, None, None))
+        assert made._withs == [], what
 
 
 def test_a_permit_object_is_one_permit(either: Subject, actor: Actor, other: Actor) -> None:
