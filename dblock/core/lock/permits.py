@@ -119,11 +119,9 @@ class BaseSemaphore(Operations, Generic[P]):
 
     def __init__(self, make_permit: Callable[..., P], key: str, permits: int = 1, **options: Any) -> None:
         """`make_permit(key, **options)` makes a permit of the face."""
-        for name in ("interrupt", "reentrant"):
-            if name in options:
-                raise TypeError(
-                    f"{name} is not for semaphores: a permit belongs to the semaphore object, not to a flow"
-                )
+        if refused := options.keys() & {"interrupt", "reentrant"}:
+            why = "a permit belongs to the semaphore object, not to a flow"
+            raise TypeError(f"{min(refused)} is not for semaphores: {why}")
         self._permits = valid_permits(permits)
         self._plain = make_permit(key, **options)
         """A permit that is never acquired, of which all others are copies."""
