@@ -76,11 +76,8 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
             raise error
         finally:
             del error  # it refers to this frame
-    if not pinned:
-        yield from find_out(hold)
-        raise lock._lost(hold)
     _ = yield from verify(lock)
-    if not pinned[0][0]:
+    if not (pinned and pinned[0][0]):  # what the transaction reads is older than the tenure
         raise stale_snapshot(lock, hold)
 
 
