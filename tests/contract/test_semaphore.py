@@ -193,8 +193,8 @@ def test_other_numbers(protocol: Subject, actors: Actors) -> None:
             small.permits = wrong
         with pytest.raises((TypeError, ValueError)):
             semaphore(protocol, wrong)  # type: ignore[arg-type]
-    for n in (0, -1, 6):
-        with pytest.raises(ValueError, match="permit"):
+    for n, why in ((0, "number of permits"), (-1, "number of permits"), (6, "has 5 permits, and so never 6 at a time")):
+        with pytest.raises(ValueError, match=why):
             one.call(small, "acquire", n=n)
 
 
