@@ -361,7 +361,7 @@ def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callabl
         assert rival.gets_in(level)
 
 
-@on(DATABASES)
+@in_turn(DATABASES, 2)
 def test_a_lost_lock_is_refused(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
     """Taken over before guard(): LockLost says by whom, and the user's writes can be rolled back."""
     holder = client(kind)
@@ -573,7 +573,7 @@ def test_a_tenure_is_as_old_as_its_first_entry(database: str, client: Callable[.
         heir.call(attached, "release")
 
 
-@on(SERVERS)
+@in_turn(SERVERS, 2)
 def test_a_session_that_means_another_table(
     database: str, rival: Rival, client: Callable[..., Client], kind: str
 ) -> None:

@@ -399,7 +399,11 @@ WAYS = ((False, False), (True, True), (True, False), (False, True))
 COMMITS: list[Any] = [
     (kind, *way, "itself") for n, kind in enumerate(GIVEN) for way in (WAYS if PRODUCT else [WAYS[n % 4]])
 ]
-COMMITS += [pytest.param(kind, True, True, "its connection", marks=WARNED) for kind in GIVEN if "session" in kind]
+COMMITS += [
+    pytest.param(kind, True, True, "its connection", marks=WARNED)
+    for kind in (GIVEN if PRODUCT else ("session", "async sessionmaker"))
+    if "session" in kind
+]
 
 
 @pytest.mark.parametrize(("kind", "goes_on", "lost", "what"), COMMITS)
