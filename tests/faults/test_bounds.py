@@ -27,6 +27,7 @@ from dblock import db_lock as django_lock
 from dblock.core import runtime
 from dblock.core.errors import StoreUnreachable
 from dblock.drivers import psycopg, sessions
+from dblock.store import _stores
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, MYSQL_DRIVER, POOLER, SERVERS, observer, ready, run, timed, url
@@ -301,6 +302,7 @@ def test_openings_that_are_never_answered_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 def opening_ends(where: str) -> None:
+    _ = _stores.pop(f"{where}_wire", None)  # else it may have answered an earlier test, and not be taken for away
     port = int(os.environ.get(f"DBLOCK_TEST_{where.upper()}_WIRE", "0"))
     with socket.create_server(("127.0.0.1", port)) as silent:
         address = f"{where}://nobody@127.0.0.1:{silent.getsockname()[1]}/locks"

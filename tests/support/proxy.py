@@ -32,6 +32,8 @@ class Proxy:
         """The local times at which the round trips began."""
         self.counting_new = True
         """Whether round trips of later connections are counted. A listener of an earlier test may come back."""
+        self._later: set[socket.socket] = set()
+        """The clients of such connections, until the next `settle`."""
         self.heard: list[bytes] = []
         """What the client said first in each."""
         self.cut_replies = 0
@@ -72,7 +74,7 @@ class Proxy:
 
     def settle(self) -> None:
         """Count connections of this moment alone from now on, once none of them has said anything for a while."""
-        self.counting_new, before = False, -1
+        self.counting_new, self._later, before = False, set(), -1
         while before != self.round_trips:
             before = self.round_trips
             time.sleep(0.1)
@@ -129,20 +131,18 @@ class Proxy:
             if self._closed.is_set():  # meanwhile
                 self._end(client, server)
                 return
-            speaker, counts = [server], self.counting_new
+            if not self.counting_new:
+                self._later.add(client)
+            speaker = [server]
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(
-                    target=self._forward,
-                    args=(source, sink, speaker, source is client, counts and source is client),
-                    daemon=True,
+                    target=self._forward, args=(source, sink, speaker, source is client), daemon=True
                 ).start()
 
-    def _forward(
-        self, source: socket.socket, sink: socket.socket, speaker: list[socket.socket], asks: bool, counts: bool
-    ) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, speaker: list[socket.socket], asks: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if counts and speaker[0] is not source:
+                if asks and source not in self._later and speaker[0] is not source:
                     self.round_trips += 1
                     self.asked.append(clock.now())
                     self.heard.append(data[:400])
@@ -164,8 +164,8 @@ class Proxy:
         with self._ending:
             if self._ended & {source, sink}:  # the other direction has ended before
                 for each in (source, sink):
-                    self._sockets.discard(each)
-                    self._ended.discard(each)
+                    for known in (self._sockets, self._ended, self._later):
+                        known.discard(each)
                     each.close()
             else:
                 self._ended.add(source)
