@@ -209,9 +209,11 @@ def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Pat
     beats.close()
     sent = beats.sent()
     assert (len(sent["once"]), len(sent["rare"])) == (1 + again, 1)
-    assert told(TOLD).split() == [str(len(sent["a"])), "1"]
+    claimed, rare = map(int, told(TOLD).split())
     logs = beats.text(first) + beats.text(second)
-    assert len(sent["a"]) == logs.count("Sending due task a")
+    unsent = claimed - len(sent["a"])  # the first may have been killed between a claim and its message
+    assert (unsent in {0, 1}, rare) == (True, 1)
+    assert logs.count("Sending due task a") - len(sent["a"]) in {0, unsent}
     assert "Traceback" not in logs
 
 
