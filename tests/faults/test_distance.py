@@ -55,18 +55,18 @@ def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: A
     """`acquire()` returns False in time, keeps its connections, and its place is deleted a moment later."""
     held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=0.6)
     holder.call(held, "acquire")
-    took, kept = list[float](), list[bool]()
+    took = list[float]()
     assert wire.actor.call(wanted, "acquire") is False  # warms what a waiter needs
     assert until(lambda: waiters(wire.direct) == 0)
+    known = set(wire.proxy._sockets)
     for _ in range(times(3, 4)):
-        known, begun = set(wire.proxy._sockets), time.monotonic()
+        begun = time.monotonic()
         assert wire.actor.call(wanted, "acquire") is False
         took.append(time.monotonic() - begun)
         assert until(lambda: waiters(wire.direct) == 0, 1.0)
-        kept.append(all(each.fileno() >= 0 for each in known))
     assert min(took) >= 0.6
     assert sorted(took)[1] < 0.65
-    assert sorted(kept)[1], "connections were ended"
+    assert all(each.fileno() >= 0 for each in known), "no connection was ended"
     holder.call(held, "release")
     assert wire.actor.call(wanted, "acquire") is True
     wire.actor.call(wanted, "release")
