@@ -8,10 +8,12 @@ answer, or makes a child of the process, which leaves the term to its parent.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import get_ident
 from types import GeneratorType
 from typing import Any, cast
 
@@ -242,9 +244,10 @@ class House(World):
         self.acting, runtime.current, driver = actor, Runtime(), flow.driver
         patched: Any = runtime.current
         patched.flows.current = lambda: actor.flow
+        here, pid = get_ident(), os.getpid()
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("os.getpid", lambda: -1)
+            with pytest.MonkeyPatch.context() as patch:  # threads of earlier tests go on in the parent
+                patch.setattr("os.getpid", lambda: -1 if get_ident() == here else pid)
                 assert not self.leader.is_leader
                 assert list(self.leader._resign()) == []
                 steps, _ = self.leader._driving(self.leader._campaign, 0.0)
