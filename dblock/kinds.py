@@ -16,7 +16,7 @@ from dblock.core.lock.leading import Options as LeaderOptions
 from dblock.core.lock.locks import Attaching, refuses
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
-from dblock.core.lock.several import AsyncLocks, SyncLocks, once
+from dblock.core.lock.several import SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
 from dblock.core.protocol import reaping
@@ -27,7 +27,7 @@ from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention, valid_timeout
 from dblock.core.values import Seconds, key_of_share
 from dblock.guarded import NO_BEGIN, Atomic
-from dblock.place import Both, Lock, Options, Twins, default_alias
+from dblock.place import Both, Guards, Lock, Options, Twins, default_alias
 from dblock.store import store_for, stores_for
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,7 +143,7 @@ def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
     return ReadWriteLock(key, partial(ReadLock, key, **options), partial(WriteLock, key, **options))
 
 
-class Locks(Twins, SyncLocks):
+class Locks(Twins, Guards, SyncLocks):
     """Several locks that are taken together; made by `db_locks`.
 
     Use them as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
@@ -156,8 +156,6 @@ class Locks(Twins, SyncLocks):
 
     if not TYPE_CHECKING:  # hidden from type checkers
         begin = refuses(NO_BEGIN)
-
-    aguard = AsyncLocks.guard
 
 
 def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
@@ -228,7 +226,7 @@ def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Sema
     return Semaphore(Permit, key, permits, **options)
 
 
-class Leader(SyncLeader):
+class Leader(Guards, SyncLeader):
     """A candidate over a database of Django's; made by `db_leader`.
 
     Use it as `with` or `async with` for one term, by `run` for term after term, or through its methods, each of which
@@ -254,14 +252,6 @@ class Leader(SyncLeader):
         `check()` says that it was deposed is left for the next campaign, and a database that fails is asked again.
         """
         return AsyncLeader.run(self, body) if inspect.iscoroutinefunction(body) else super().run(body)
-
-    def guard(self, using: str | None = None) -> None:
-        """Keep the term, come what may, until the open transaction ends; as `Lock.guard`."""
-        self._elected().guard(using)
-
-    async def aguard(self, using: str | None = None) -> None:
-        """The asynchronous twin of `guard`."""
-        await self._elected().aguard(using)
 
 
 def db_leader(name: str, *, using: str | None = None, **options: Unpack[LeaderOptions]) -> Leader:

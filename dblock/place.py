@@ -23,6 +23,7 @@ from dblock.core.lock.locks import (
     AwaitingLocks,
     Blocking,
     BlockingLocks,
+    Operations,
     SyncLock,
     refuses,
 )
@@ -162,7 +163,27 @@ class Twins(Both, BlockingLocks):
     averify = AwaitingLocks.verify
 
 
-class Lock(Twins, SyncLock):
+class Guards(Operations):
+    """The guard of a lock, of several, and of the term of a leader."""
+
+    def guard(self, using: str | None = None) -> None:
+        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
+
+        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
+        committed before the next holder begins. (A savepoint that is rolled back takes the pin along with what was
+        written in it.) Several locks are all kept. `using` is an alias of the lock's own database.
+
+        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
+        it was taken, TransactionManagementError outside of atomic().
+        """
+        self._drive(self._guard(using))
+
+    async def aguard(self, using: str | None = None) -> None:
+        """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
+        await self._adrive(self._guard(using, awaits=True))
+
+
+class Lock(Twins, Guards, SyncLock):
     """A lock over a database of Django's; made by `db_lock`.
 
     Use it as `with`, as `async with`, as a decorator of `def` and `async def`, or through its methods, each of which
@@ -178,22 +199,6 @@ class Lock(Twins, SyncLock):
     def using(self) -> str:
         """The database alias that the lock's row lives in."""
         return self._place.using
-
-    def guard(self, using: str | None = None) -> None:
-        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
-
-        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
-        committed before the next holder begins. (A savepoint that is rolled back takes the pin along with what was
-        written in it.) `using` is an alias of the lock's own database.
-
-        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
-        it was taken, TransactionManagementError outside of atomic().
-        """
-        self._drive(self._guard(using))
-
-    async def aguard(self, using: str | None = None) -> None:
-        """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
-        await self._adrive(self._guard(using, awaits=True))
 
     def atomic(self, using: str | None = None, *, durable: bool = False) -> Atomic[Self]:
         """A `with` or decorator that takes the lock, and runs its body in a transaction that the lock guards.

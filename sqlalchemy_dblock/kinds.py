@@ -28,13 +28,11 @@ from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_key, valid_retention, valid_timeout
 from dblock.core.values import Seconds, key_of_share
-from sqlalchemy_dblock.place import AsyncBegins, AsyncLock, Begins, Lock, Options, sync_engine
+from sqlalchemy_dblock.place import AsyncBegins, AsyncGuards, AsyncLock, Begins, Guards, Lock, Options, sync_engine
 from sqlalchemy_dblock.store import store_for
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
-    from sqlalchemy.orm import Session
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from dblock.core.protocol.reaping import Reaped
 
@@ -161,11 +159,11 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
     return ReadWriteLock(key, partial(reads, inner, key, **options), partial(writes, inner, key, **options))
 
 
-class Locks(Begins, SyncLocks):
+class Locks(Begins, Guards, SyncLocks):
     """Several locks over Engines that are taken together; made by `db_locks`."""
 
 
-class AsyncLocks(AsyncBegins, CoreAsyncLocks):
+class AsyncLocks(AsyncBegins, AsyncGuards, CoreAsyncLocks):
     """Several locks over AsyncEngines, with coroutines for methods; made by `db_locks`."""
 
 
@@ -266,20 +264,12 @@ def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **option
     return AsyncSemaphore(partial(AsyncPermit, inner), key, permits, **options)
 
 
-class Leader(SyncLeader):
+class Leader(Guards, SyncLeader):
     """A candidate over the database of an Engine; made by `db_leader`."""
 
-    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
-        """Keep the term, whatever happens, until the open transaction ends; as `Lock.guard`."""
-        self._elected().guard(session_or_connection)
 
-
-class AsyncLeader(CoreAsyncLeader):
+class AsyncLeader(AsyncGuards, CoreAsyncLeader):
     """A candidate over the database of an AsyncEngine, with coroutines for methods; made by `db_leader`."""
-
-    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
-        """Keep the term, whatever happens, until the open transaction ends; as `AsyncLock.guard`."""
-        await self._elected().guard(session_or_connection)
 
 
 @overload

@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 from dblock.core import runtime
 from dblock.core.holding.flow import Hold, HoldObserver
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
-from dblock.core.lock.locks import SyncLock, refuse_interrupt, refuses
+from dblock.core.lock.locks import Operations, SyncLock, refuse_interrupt, refuses
 from dblock.core.lock.place import Place
 from dblock.core.options import Given
 from dblock.core.protocol.steps import Execute, Rows
@@ -158,7 +158,31 @@ class AsyncBegins:
         atomic = refuses(_NO_ATOMIC.format("async with", "an async_sessionmaker, an AsyncSession or the AsyncEngine"))
 
 
-class Lock(Begins, SyncLock):
+class Guards(Operations):
+    """The guard of a lock, of several, and of the term of a leader, over an Engine."""
+
+    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
+        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before.
+
+        Verifies the tenure and pins it, under any isolation level. So the writes of the transaction can be committed
+        only before the next holder begins. Several locks are all kept. `session_or_connection` is of the lock's own
+        database; by default that of `session=`.
+
+        Raises LockLost if this flow no longer holds the lock, StaleSnapshot if the transaction reads as of a moment
+        before it was taken, ValueError in autocommit mode.
+        """
+        self._drive(self._guard(session_or_connection))
+
+
+class AsyncGuards(Operations):
+    """The guard of a lock, of several, and of the term of a leader, over an AsyncEngine."""
+
+    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
+        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before."""
+        await self._adrive(self._guard(session_or_connection, awaits=True))
+
+
+class Lock(Begins, Guards, SyncLock):
     """A lock over the database of an Engine; made by `db_lock`."""
 
     _place: EnginePlace
@@ -168,27 +192,11 @@ class Lock(Begins, SyncLock):
         if self.options.interrupt:
             refuse_interrupt()
 
-    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
-        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before.
 
-        Verifies the tenure and pins it, under any isolation level. So the writes of the transaction can be committed
-        only before the next holder begins. `session_or_connection` is of the lock's own database; by default that of
-        `session=`.
-
-        Raises LockLost if this flow no longer holds the lock, StaleSnapshot if the transaction reads as of a moment
-        before it was taken, ValueError in autocommit mode.
-        """
-        self._drive(self._guard(session_or_connection))
-
-
-class AsyncLock(AsyncBegins, CoreAsyncLock):
+class AsyncLock(AsyncBegins, AsyncGuards, CoreAsyncLock):
     """A lock over the database of an AsyncEngine, with coroutines for methods; made by `db_lock`."""
 
     _place: EnginePlace
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)
-
-    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
-        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before."""
-        await self._adrive(self._guard(session_or_connection, awaits=True))

@@ -21,20 +21,25 @@ Callback = Callable[[Any, Reason], object]
 """`on_lost(lock, reason)`; its result is ignored, and an exception is logged."""
 
 
-class OfLease(TypedDict, total=False):
+class OfTenure(TypedDict, total=False):
+    """The options of a tenure of any kind; `Given` explains them."""
+
+    label: str
+    on_at_risk: Callable[[Any], object] | None
+    on_revoke: Callable[[Any, str], object] | None
+    interrupt: bool
+    min_hold: Seconds
+    max_hold: Seconds | None
+
+
+class OfLease(OfTenure, total=False):
     """The options of a lease, however its key is waited for; `Given` explains them."""
 
     ttl: Seconds | None
     renew: bool
-    label: str
     on_lost: Callback | None
-    on_at_risk: Callable[[Any], object] | None
-    on_revoke: Callable[[Any, str], object] | None
     release: Literal["auto", "now"]
     grace: Seconds
-    min_hold: Seconds
-    max_hold: Seconds | None
-    interrupt: bool
     fair: bool
     reentrant: bool
     slow_wait: Seconds | None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
-from dblock.core.errors import Reason
+from dblock.core.options import Callback, OfTenure
 from dblock.core.values import Seconds
 
 ANSWER: Final = 0.5
@@ -28,19 +27,13 @@ REFUSED: Final = {
 """The options and attributes of a lock that a majority lock does not have, and why."""
 
 
-class Options(TypedDict, total=False):
+class Options(OfTenure, total=False):
     """The keyword arguments of `db_quorum_lock`, whose docstring explains them."""
 
     ttl: Seconds | None
     timeout: Seconds | EllipsisType | None
     answer: Seconds | None
-    label: str
-    on_lost: Callable[[Any, Reason], object] | None
-    on_at_risk: Callable[[Any], object] | None
-    on_revoke: Callable[[Any, str], object] | None
-    min_hold: Seconds
-    max_hold: Seconds | None
-    interrupt: bool
+    on_lost: Callback | None
     slow_wait: Seconds | None
     on_busy: Literal["raise", "skip"]
     otherwise: Any

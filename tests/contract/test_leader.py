@@ -665,6 +665,29 @@ def test_what_would_block_its_own_loop_is_refused(
     actor.do(main)
 
 
+@pytest.mark.filterwarnings("ignore:the lock of an Engine blocks")
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+def test_a_callback_does_not_wait_for_the_task_that_leads(actor: Actor, candidate: Callable[..., Any]) -> None:
+    """A synchronous leader on an event loop: the callback is refused, and the task ends the term."""
+    leader = candidate()
+
+    async def main() -> None:
+        with leader:
+            told = asyncio.get_running_loop().create_future()
+
+            def callback() -> None:
+                try:
+                    leader.resign()
+                except SynchronousOnlyOperation:
+                    told.set_result("refused")
+
+            _ = asyncio.get_running_loop().call_soon(callback)
+            assert await told == "refused"
+            assert not leader.is_leader
+
+    actor.do(lambda: asyncio.run(main()))
+
+
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
 def test_stop_in_a_signal_handler(subject: Subject, candidate: Callable[..., Any]) -> None:
     """At any moment of short terms: `run` returns, and the key is free."""

@@ -11,16 +11,15 @@ of a resignation is sent. What runs for the leader (a body) ends before a resign
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason, SynchronousOnlyOperation
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
 from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
@@ -29,7 +28,7 @@ from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, refuse_interrupt, refuses, was_ours
 from dblock.core.log import warn
-from dblock.core.options import unknown_options
+from dblock.core.options import Callback, OfTenure, unknown_options
 from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, wait
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_timeout
@@ -38,27 +37,19 @@ from dblock.core.wakeup.registry import Wakeup
 
 L = TypeVar("L", bound="BaseLeader")
 Body = Callable[[int], Any]
-Told = Callable[[Any], object]
-Deposed = Callable[[Any, Reason], object]
 
 TTL: Final = 15.0
 """Seconds after which another candidate is elected, by default, if the leader has died."""
 
 
-class Options(TypedDict, total=False):
+class Options(OfTenure, total=False):
     """The keyword arguments of `db_leader`, whose docstring explains them."""
 
     ttl: Seconds
     timeout: Seconds | None
-    label: str
-    on_elected: Told | None
-    on_deposed: Deposed | None
-    on_at_risk: Told | None
-    on_revoke: Callable[[Any, str], object] | None
-    interrupt: bool
+    on_elected: Callable[[Any], object] | None
+    on_deposed: Callback | None
     grace: Seconds
-    min_hold: Seconds
-    max_hold: Seconds | None
 
 
 class Term(NamedTuple):
@@ -140,6 +131,9 @@ class BaseLeader(Operations):
             raise LockLost(f"this object does not lead {self.name!r}: it was not elected, or resigned", key=self.name)
         return candidacy.lock
 
+    def _guard(self, *given: Any, **how: Any) -> Steps[None]:
+        return operations.guard(self._elected(), *given, **how)
+
     def _holds(self) -> list[Hold]:
         """The hold of the term, if there is one."""
         return self._candidacy.lock._holds()
@@ -201,13 +195,8 @@ class BaseLeader(Operations):
         candidacy.flow.driver = nobody
         return True
 
-    def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
-        """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
-        task = self._candidacy.flow.task
-        if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
-            raise SynchronousOnlyOperation(
-                "this would wait for a task of the running event loop: await aresign(), astop()"
-            )
+    def _resign(self, *, for_good: bool = False) -> Steps[None]:
+        """End the term that this object has now, or withdraw its candidacy."""
         if for_good:
             self._stopped_in = runtime.current
         candidacy = self._candidacy
@@ -217,8 +206,10 @@ class BaseLeader(Operations):
                 return
             for hold in candidacy.lock._holds():
                 candidacy.lock._interrupt_body(hold)
+        store = self._lock._place.store()
         while candidacy.is_driven() and candidacy.flow.driver() is not current_flow():
-            yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
+            store.database.before_waiting()
+            yield from wait(store, timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
             _ = yield from candidacy.drive(candidacy.end())
 
@@ -292,11 +283,11 @@ class SyncLeader(BaseLeader, Blocking):
         `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
         released then. Raises LockStoreError if the database fails: the key is free once the lease has ended.
         """
-        self._drive(self._resign(in_thread=True))
+        self._drive(self._resign())
 
     def stop(self) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._drive(self._resign(in_thread=True, for_good=True))
+        self._drive(self._resign(for_good=True))
 
     def leader(self) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""

@@ -6,7 +6,6 @@ that could not release one of them is asked for no other: the rest ends with its
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from dblock.core.errors import AWAY, LockError, LockLost
@@ -28,26 +27,24 @@ def leave_each(entered: Entered, error: BaseException | None = None, store: Stor
     if store is not None and isinstance(error, AWAY):
         away[store] = error
 
-    def leave_rest() -> Steps[None]:
-        return _leave([each for each in entered if each[1].entry in each[1].hold.entries], errors, away)
+    def leave(those: Entered) -> Steps[None]:
+        for lock, block in those:
+            block.hold.away = away.get(block.hold.store)
+            try:
+                yield from leave_block(lock, block)
+            except LockError as raised:
+                failed = raised.__cause__ if isinstance(raised, LockLost) else raised
+                if isinstance(failed, AWAY):
+                    _ = away.setdefault(block.hold.store, failed)
+                if errors:
+                    errors[0].add_note(str(raised))
+                errors.append(raised)
+            finally:
+                block.hold.away = None
 
-    yield from undone(partial(_leave, entered, errors, away), leave_rest)
+    def leave_rest() -> Steps[None]:
+        return leave([each for each in entered if each[1].entry in each[1].hold.entries])
+
+    yield from undone(lambda: leave(entered), leave_rest)
     if errors and error is None:
         raise errors[0]
-
-
-def _leave(entered: Entered, errors: list[BaseException], away: dict[Store, LockError]) -> Steps[None]:
-    """Leave them, and add what that raises to the errors, and to their notes; `away`: by store, what says that."""
-    for lock, block in entered:
-        block.hold.away = away.get(block.hold.store)
-        try:
-            yield from leave_block(lock, block)
-        except LockError as raised:
-            failed = raised.__cause__ if isinstance(raised, LockLost) else raised
-            if isinstance(failed, AWAY):
-                _ = away.setdefault(block.hold.store, failed)
-            if errors:
-                errors[0].add_note(str(raised))
-            errors.append(raised)
-        finally:
-            block.hold.away = None

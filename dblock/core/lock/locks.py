@@ -100,6 +100,7 @@ class Operations:
         _release: Callable[..., Steps[None]]
         _extend: Callable[..., Steps[None]]
         _verify: Callable[..., Steps[bool]]
+        _guard: Callable[..., Steps[None]]
         _owned: Callable[..., Steps[bool]]
         _locked: Callable[..., Steps[bool]]
         _enter: Callable[..., Steps[Any]]

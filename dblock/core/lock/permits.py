@@ -81,11 +81,7 @@ class IsPermit(BaseLock):
             )
         return hold
 
-    def _check_kind(self, hold: Hold) -> None:
-        super()._check_kind(hold)
-        self._refuse_to_share()
-
-    def _refuse_to_share(self) -> None:
+    def _check_kind(self, hold: Hold | None = None) -> None:
         """Raise LockError where another thread or task has it: both would be inside by one permit."""
         if self._flow.driver() not in {None, current_flow()}:
             raise LockError(
@@ -95,7 +91,7 @@ class IsPermit(BaseLock):
 
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
         if self._is_being_taken:
-            self._refuse_to_share()
+            self._check_kind()
         self._flow.driver, self._is_being_taken = current_flow().ref, True
         try:
             if not self._granted:

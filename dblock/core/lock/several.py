@@ -109,10 +109,7 @@ class BaseLocks(Operations):
             lock.check()
 
     def __getitem__(self, key: str) -> Any:
-        for lock in self._members:
-            if lock.key == key:
-                return lock
-        raise KeyError(key)
+        return {lock.key: lock for lock in reversed(self._members)}[key]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._members)
@@ -231,17 +228,6 @@ def _place(lock: BaseLock) -> tuple[str, str, str, int]:
 class SyncLocks(BaseLocks, BlockingLocks):
     """Several locks whose methods block the calling thread."""
 
-    def guard(self, *given: Any) -> None:
-        """Keep all of them, come what may, until the open transaction ends; `given` as for `Lock.guard`."""
-        self._drive(self._guard(*given))
-
 
 class AsyncLocks(BaseLocks, AwaitingLocks):
-    """Several locks whose methods are coroutines; see SyncLocks for what each does.
-
-    `self` may be any locks, so that synchronous ones can use these methods as their asynchronous twins.
-    """
-
-    async def guard(self: BaseLocks, *given: Any) -> None:
-        """Keep all of them, come what may, until the open transaction ends."""
-        await self._adrive(self._guard(*given, awaits=True))
+    """Several locks whose methods are coroutines."""
