@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from django.db import connections
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import URL, Dialect, Engine, make_url
 
-from dblock.core import runtime, timing
+from dblock.core import clock, runtime, timing
 from dblock.core.deliveries import deliveries
 from dblock.core.runtime import current_flow
 from tests.support.proxy import Proxy
@@ -142,6 +143,12 @@ def pytest_configure() -> None:
 def timed(monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
     """Let the protocol go by other times; those that are not named stay."""
     monkeypatch.setattr(timing, "DEFAULT", timing.DEFAULT._replace(**seconds).checked())
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """Give this thread another local clock; the watchdog's, say, would rest until a time that is not its own."""
+    here, others = get_ident(), clock.now
+    monkeypatch.setattr(clock, "now", lambda: now() if get_ident() == here else others())
 
 
 SELDOM: dict[str, Any] = {

@@ -58,22 +58,18 @@ def beat_schedule(every: float | timedelta = 600.0, **arguments: Any) -> dict[st
     return {"dblock.reap_expired": entry}
 
 
-_MODULES: Final = {
+_HOMES: Final = {
+    **dict.fromkeys(("LockTask", "TaskLock", "current_lock"), "task"),
+    **dict.fromkeys(("PersistentScheduler", "SingleBeat"), "beat"),
+    **dict.fromkeys(("place_lost", "skipped", "task_skipped"), "results"),
     "DatabaseScheduler": "database_beat",
-    "LockTask": "task",
-    "PersistentScheduler": "beat",
-    "SingleBeat": "beat",
-    "TaskLock": "task",
     "locked_task": "decorator",
-    "current_lock": "task",
-    "place_lost": "results",
     "reaper": "reaping",
-    "skipped": "results",
-    "task_skipped": "results",
 }
+"""Modules that are loaded when one of their names is used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

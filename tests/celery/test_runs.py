@@ -30,7 +30,6 @@ from sqlalchemy import Engine, create_engine
 from dblock.celery import LockTask, current_lock, locked_task, place_lost, places, skipped, task, task_skipped
 from dblock.celery.header import NAME, Header
 from dblock.celery.pace import Pace
-from dblock.core import clock
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.lock import leaving
 from dblock.core.protocol import tenures
@@ -38,7 +37,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
-from tests.conftest import run, url
+from tests.conftest import clocked, run, url
 
 NUMBERS = itertools.count()
 
@@ -463,7 +462,7 @@ def test_countdowns_grow_and_differ(site: Site) -> None:
 def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far apart as the holder holds, a second at most; in time, what was sent back is forgotten."""
     now = 1000.0
-    monkeypatch.setattr(clock, "now", lambda: now)
+    clocked(monkeypatch, lambda: now)
     pace = Pace()
     late = [pace.countdown("long", 0, 5.0) for _ in range(100)]
     assert sorted(late[5:]) == late[5:]

@@ -11,7 +11,7 @@ from dblock.core import clock, timing
 from dblock.core.connections import pool
 from dblock.core.connections.connection import PooledConnection, Waiter
 from dblock.core.connections.pool import AutocommitPool
-from tests.conftest import timed
+from tests.conftest import clocked, timed
 from tests.support.explore import Explored, explore
 from tests.support.lab import LONG
 from tests.support.pool_model import FAULTS, InUse, Line, PoolWorld, Use
@@ -71,7 +71,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
     """Their times are short, and each idle connection is probed; nobody polls, unless a fault needs that."""
     timed(monkeypatch, statement_timeout=1.2, trusted_idle=0.0)
     made = Worlds(monkeypatch.setattr)
-    monkeypatch.setattr(clock, "now", made.now)
+    clocked(monkeypatch, made.now)
     yield made
     made.end()
 

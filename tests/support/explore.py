@@ -413,20 +413,24 @@ def small(
     return world
 
 
-class _Name(str):
-    """An owner token, what the tokens of a flow begin with, or a channel."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "?"
+@cache
+def _is_name(text: str) -> bool:
+    """Whether it is an owner token, what the tokens of a flow begin with, or a channel."""
+    return text.startswith(("world_", READER)) or (text[:1].isdigit() and "." in text)
 
 
-class _Number(int):
-    """A ticket or a fence."""
+class _Flat:
+    """What was written down: the values, and in their order the names and the numbers (tickets, fences) among them."""
 
+    __slots__ = ("names", "numbers", "values")
 
-_NAMES = ("world_", READER)
+    def __init__(self, parts: Iterable[_Flat] = ()) -> None:
+        """One after the other; those that differ by their names alone are the same."""
+        self.values, self.names, self.numbers = list[Any](), list[str](), list[int]()
+        for each in sorted(parts, key=lambda part: (hash(tuple(part.values)), part.numbers)):
+            self.values += each.values
+            self.names += each.names
+            self.numbers += each.numbers
 
 
 class _Canon:
@@ -434,16 +438,13 @@ class _Canon:
 
     def __init__(self, world: Small) -> None:
         self._world, self._now = world, world.time
-        self._known = dict[int, int]()
-        self._kept = list[Any]()
-        self._numbers = set[int]()
+        self._known = dict[int, tuple[int, Any]]()
+        """The objects that were met, by id, with their place among them; they are kept, so that an id is one's own."""
 
     def of_world(self) -> Any:
         """Flows of a process that are in the same state are the same, and so are processes."""
         world = self._world
-        flat = list[Any]()
-        for house in _in_order([self._of_house(house) for house in world.houses]):
-            flat += house
+        flat = _Flat(self._of_house(house) for house in world.houses)
         for key, row in world.rows.items():
             self._add((key, *row.values()), flat)
         waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
@@ -455,24 +456,19 @@ class _Canon:
             self._add((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
         for rows, waiting, _ in world.undone if world.faults else ():
             self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
-        flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
-        numbers = {number: rank for rank, number in enumerate(sorted(self._numbers))}
+        flat.values.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
+        ranks = {number: rank for rank, number in enumerate(sorted({*flat.numbers}))}
         names = dict[str, int]()
-        for n, it in enumerate(flat):
-            kind = type(it)
-            if kind is _Number:
-                flat[n] = ("n", numbers[it])
-            elif kind is _Name:
-                flat[n] = ("name", names.setdefault(it, len(names)))
-        return tuple(flat)
+        ordinals = [names.setdefault(name, len(names)) for name in flat.names]
+        return (*flat.values, *ordinals, *[ranks[number] for number in flat.numbers])
 
-    def _of_house(self, house: House) -> list[Any]:
+    def _of_house(self, house: House) -> _Flat:
         if not house.alive:
-            return []
-        flows, site = list[list[Any]](), house.site
+            return _Flat()
+        flows, site = list[_Flat](), house.site
         for f in self._world.flows:
             if f.house is house and not f.done:
-                flows.append([])
+                flows.append(_Flat())
                 known = (
                     f.breakable,
                     f is self._world.running,
@@ -488,90 +484,92 @@ class _Canon:
                     f.steps,
                 )
                 self._add(known, flows[-1])
-        own = list[Any]()
-        for flow in _in_order(flows):
-            own += flow
+        own = _Flat(flows)
         self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
         self._add((site.local_queues, site._contended), own)
         return own
 
-    def _add(self, it: Any, flat: list[Any]) -> None:
+    def _add(self, it: Any, flat: _Flat) -> None:
         self._add_each((it,), flat)
 
-    def _add_each(self, values: Iterable[Any], flat: list[Any]) -> None:
+    def _add_each(self, values: Iterable[Any], flat: _Flat) -> None:
         """One after the other, without a call for each: an exploration spends most of its time here."""
-        append = flat.append
+        append = flat.values.append
         for it in values:
             kind = type(it)
-            if kind is str:
-                named = it.startswith(_NAMES) or (it[:1].isdigit() and "." in it)
-                append(_Name(it) if named else it)
+            if it is None or kind is bool:
+                append(it)
+            elif kind is str:
+                if _is_name(it):
+                    flat.names.append(it)
+                    append(_NAME)
+                else:
+                    append(it)
+            elif kind is float:
+                append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
             elif kind is int:
                 if -100_000 < it < 100_000:
                     append(it)
                 else:
-                    self._numbers.add(it)
-                    append(_Number(it))
-            elif kind is float:
-                append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
-            elif it is None or kind is bool:
-                append(it)
+                    flat.numbers.append(it)
+                    append(_NUMBER)
+            elif kind is tuple or kind is list:
+                append(len(it))
+                self._add_each(it, flat)
             else:
                 _adder(cast("Any", kind))(self, it, flat)
 
-    def _add_class(self, it: Any, flat: list[Any]) -> None:
-        flat.append(type(it).__name__)
+    def _add_class(self, it: Any, flat: _Flat) -> None:
+        flat.values.append(type(it).__name__)
 
-    def _add_name(self, it: Any, flat: list[Any]) -> None:
-        flat.append(it.name)
+    def _add_name(self, it: Any, flat: _Flat) -> None:
+        flat.values.append(it.name)
 
-    def _add_request(self, it: Request, flat: list[Any]) -> None:
-        flat.append(_Name(it.flow))
+    def _add_request(self, it: Request, flat: _Flat) -> None:
+        flat.names.append(it.flow)
+        flat.values.append(_NAME)
 
-    def _add_set(self, it: set[Any], flat: list[Any]) -> None:
+    def _add_set(self, it: set[Any], flat: _Flat) -> None:
         self._add_sequence(sorted(it, key=lambda owner: self._world.waiters.get(owner, _GONE)["ticket"]), flat)
 
-    def _add_sequence(self, it: Collection[Any], flat: list[Any]) -> None:
-        flat.append(len(it))
+    def _add_sequence(self, it: Collection[Any], flat: _Flat) -> None:
+        flat.values.append(len(it))
         self._add_each(it, flat)
 
-    def _add_dict(self, it: dict[Any, Any], flat: list[Any]) -> None:
-        flat.append(len(it))
+    def _add_dict(self, it: dict[Any, Any], flat: _Flat) -> None:
+        flat.values.append(len(it))
         for key in it if isinstance(it, OrderedDict) else sorted(it, key=str):
             self._add_sequence((key, it[key]), flat)
 
-    def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: list[Any]) -> None:
+    def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: _Flat) -> None:
         if self._is_new(it, flat):
             frame = it.gi_frame
-            flat.append(it.__qualname__)
+            flat.values.append(it.__qualname__)
             if frame is not None:
-                flat.append(frame.f_lasti)
+                flat.values.append(frame.f_lasti)
                 self._add_each([value for name, value in frame.f_locals.items() if name not in _ASIDE], flat)
                 self._add(it.gi_yieldfrom, flat)
 
-    def _add_lock(self, it: LockType, flat: list[Any]) -> None:
+    def _add_lock(self, it: LockType, flat: _Flat) -> None:
         if self._is_new(it, flat):
-            flat.append(it.locked())
+            flat.values.append(it.locked())
 
-    def _add_object(self, it: Any, flat: list[Any]) -> None:
+    def _add_object(self, it: Any, flat: _Flat) -> None:
         if self._is_new(it, flat):
-            flat.append(type(it).__name__)
+            flat.values.append(type(it).__name__)
             self._add_each([getattr(it, name, None) for name in _attributes(cast("Any", type(it)))], flat)
 
-    def _is_new(self, it: Any, flat: list[Any]) -> bool:
+    def _is_new(self, it: Any, flat: _Flat) -> bool:
         """Whether it was not met before; or else it is written down which one it is."""
-        known = self._known.setdefault(id(it), len(self._kept))
-        if known < len(self._kept):
-            flat.append(("again", known))
-            return False
-        self._kept.append(it)
-        return True
+        known = self._known.get(id(it))
+        if known is None:
+            self._known[id(it)] = len(self._known), it
+            return True
+        flat.values.append(("again", known[0]))
+        return False
 
 
-def _in_order(flats: list[list[Any]]) -> list[list[Any]]:
-    return sorted(flats, key=repr) if len(flats) > 1 else flats
-
-
+_NAME, _NUMBER = ("name",), ("number",)
 _GONE: dict[str, Any] = {"ticket": 0}
 _CONSTANT = {House, Flow, World, Small, Site, Database, Timing, ModuleType, FunctionType, MethodType, type}
 _ASIDE = {
@@ -595,7 +593,7 @@ _ASIDE = {
 
 
 @cache
-def _adder(kind: type) -> Callable[[_Canon, Any, list[Any]], None]:
+def _adder(kind: type) -> Callable[[_Canon, Any, _Flat], None]:
     """How values of this kind are written down."""
     if kind in _CONSTANT or issubclass(kind, (BaseException, Dialect)):
         return _Canon._add_class

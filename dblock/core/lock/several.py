@@ -60,9 +60,8 @@ class BaseLocks(Operations):
         self._timeout = timeout
         self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
         """Blocks without an end of their own: a reference to the flow that has begun it, and what it has entered."""
-        for lock in members:
-            if lock.options.on_busy != "raise":
-                raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
+        if any(lock.options.on_busy != "raise" for lock in members):
+            raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
 
     # -- what is known without I/O
 
@@ -92,8 +91,7 @@ class BaseLocks(Operations):
     @property
     def remaining(self) -> float:
         """Seconds for which this flow may still rely on all of them, 0.0 if it may not; by the local clock alone."""
-        least: float = min(lock.remaining for lock in self._members)
-        return least
+        return float(min(lock.remaining for lock in self._members))
 
     @property
     def state(self) -> State | None:
@@ -143,8 +141,7 @@ class BaseLocks(Operations):
                     raise LockTimeout(key=lock.key)
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
                 hold = lock._surely_held()
-                if len(hold.entries) == 1:
-                    entering.count_min_hold(hold, lock, begins=True)
+                entering.count_min_hold(hold, lock, begins=len(hold.entries) == 1)
             if its is not None:
                 its.opened.append((current_flow().ref, self._entered(before)))
 
