@@ -183,9 +183,11 @@ class Member:
         self.hold = cast("Hold", found)
 
     def leave(self) -> Steps[bool]:
-        """Leave what is held; False if it was lost."""
+        """Leave what is held, unless that is being done; False if it was lost."""
+        if self.leaving:
+            return True
         held, self.leaving = cast("Hold", self.hold), True
-        return _kept(leaving.leave_entry(self.lock, Block(entry, held)) for entry in held.entries)
+        return (yield from _kept(leaving.leave_entry(self.lock, Block(entry, held)) for entry in held.entries))
 
     def extend(self, ttl: float) -> Steps[bool]:
         """Let the lease end `ttl` seconds from now; False if it was lost."""

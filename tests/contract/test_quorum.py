@@ -28,7 +28,7 @@ from dblock.core.lock import entering
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 from dblock.core.protocol.drive import drive
-from dblock.majority.asking import the_asks
+from dblock.majority.asking import Asks, the_asks
 from dblock.majority.attempts import Attempts
 from dblock.majority.base import BaseQuorumLock
 from dblock.majority.held import Held
@@ -633,6 +633,28 @@ def test_an_answer_that_an_interrupt_has_met_is_given_back(
     with pytest.raises(KeyboardInterrupt):
         place.actors[0].call(place.lock(), "acquire")
     assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_a_release_whose_asking_an_interrupt_has_met_goes_on(
+    place: Place, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After none, one or two of the databases were asked: the others are asked in the background."""
+    if place.face == "async":
+        pytest.skip("tasks are cancelled instead")
+    plain, times, lock = Asks.ask, itertools.count(), place.lock()
+
+    def strikes(*given: Any, **named: Any) -> Any:
+        if next(times) == asked:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return plain(*given, **named)
+
+    assert place.actors[0].call(lock, "acquire") is True
+    monkeypatch.setattr(Asks, "ask", strikes)
+    with pytest.raises(KeyboardInterrupt):
+        place.actors[0].call(lock, "release")
+    assert until(lambda: not the_asks().busy and not holders(), 3)
 
 
 @contextlib.contextmanager
