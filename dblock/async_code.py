@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 from django.core import exceptions
 
 from dblock.core import errors
+from dblock.core.holding.flow import current_task
 
 
 class SynchronousOnlyOperation(errors.SynchronousOnlyOperation, exceptions.SynchronousOnlyOperation):
@@ -15,9 +15,9 @@ class SynchronousOnlyOperation(errors.SynchronousOnlyOperation, exceptions.Synch
 
 
 def in_async_code() -> bool:
-    """Whether an event loop runs in this thread.
+    """Whether a task runs here whose code awaits.
 
     As django.utils.asyncio.async_unsafe asks it, without the exception that it raises and catches each time. Where
     DJANGO_ALLOW_ASYNC_UNSAFE is set, in a notebook, code on a running event loop is synchronous, transactions included.
     """
-    return asyncio._get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+    return current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")

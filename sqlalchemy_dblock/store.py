@@ -15,6 +15,7 @@ from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
 from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
+from dblock.core.holding.flow import current_task
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
@@ -156,7 +157,7 @@ class EngineStore(BaseStore):
 
 
 def _not_on_an_event_loop() -> None:
-    if asyncio._get_running_loop() is not None:
+    if current_task() is not None:
         raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
 
 

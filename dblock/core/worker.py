@@ -64,6 +64,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
+        self._working = threading.Lock()
+        """Held during a round: where the start of a thread was interrupted, another one is started beside it."""
         self.used = False
         """Whether it was given something since the last round, so that it lives on."""
         self._finalized = False
@@ -114,7 +116,8 @@ class Worker:
         while True:
             self.wakes_at, used, self.used = math.inf, self.used, False  # what comes during this round begins another
             try:
-                moment = self.round()
+                with self._working:
+                    moment = self.round()
             finally:  # before it decides to end: what comes after that wakes it, also if an error ends this thread
                 self.wakes_at = math.inf
             rests = moment == math.inf and not (used or self.used)

@@ -348,7 +348,8 @@ def test_a_child_that_is_forked_inside_a_body(subject: Subject, actor: Actor, ca
         led.append(in_child(child))
 
     actor.within(leader, body)
-    assert led == [(False, False), (False, True)]
+    actor.do(lambda: led.append(in_child(child)))
+    assert led == [(False, False), (False, False), (False, True)], "a term lasts as long as its body"
 
 
 def test_interrupt_cancels_the_body(
@@ -668,7 +669,7 @@ def test_what_would_block_its_own_loop_is_refused(
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks")
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
 def test_a_callback_does_not_wait_for_the_task_that_leads(actor: Actor, candidate: Callable[..., Any]) -> None:
-    """A synchronous leader on an event loop: the callback is refused, and the task ends the term."""
+    """A synchronous leader on an event loop: the callback is refused, and the task leads on."""
     leader = candidate()
 
     async def main() -> None:
@@ -683,9 +684,42 @@ def test_a_callback_does_not_wait_for_the_task_that_leads(actor: Actor, candidat
 
             _ = asyncio.get_running_loop().call_soon(callback)
             assert await told == "refused"
-            assert not leader.is_leader
+            assert leader.is_leader
 
     actor.do(lambda: asyncio.run(main()))
+
+
+@pytest.mark.parametrize("block", ["run", "with"])
+@pytest.mark.parametrize(
+    "subject",
+    [Subject("sqlalchemy", "sync", "postgresql"), Subject("django", "sync", "sqlite")],
+    indirect=True,
+    ids=str,
+)
+def test_a_body_ends_before_the_next_term_begins(
+    subject: Subject, other: Actor, candidate: Callable[..., Any], block: str
+) -> None:
+    """Also if a signal handler calls `stop()` in its thread, which cannot wait for it."""
+    leader, rival, seen = candidate(), candidate(), list[Any]()
+
+    def body(_: int) -> None:
+        signal.raise_signal(signal.SIGALRM)
+        seen.append((leader.is_leader, leader.term, other.call(rival, "campaign", 0.3)))
+        with pytest.raises(LockLost):
+            leader.check()
+
+    before = signal.signal(signal.SIGALRM, lambda *_: leader.stop())
+    try:
+        if block == "run":
+            leader.run(body)()
+        else:
+            with leader:
+                body(0)
+    finally:
+        _ = signal.signal(signal.SIGALRM, before)
+    assert seen == [(False, None, False)], "two led at once"
+    assert other.call(rival, "campaign", 5)
+    other.call(rival, "resign")
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)

@@ -93,6 +93,7 @@ def by_pyright(directory: Path) -> set[tuple[str, int]]:
     }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("check", [by_mypy, by_pyright])
 def test_programs_of_users(check: Callable[[Path], set[tuple[str, int]]], tmp_path: Path) -> None:
     """As they are they have no error; of the mistakes added to them, each is found, and nothing else."""

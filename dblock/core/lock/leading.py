@@ -11,6 +11,7 @@ of a resignation is sent. What runs for the leader (a body) ends before a resign
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, SynchronousOnlyOperation
 from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
@@ -195,8 +196,13 @@ class BaseLeader(Operations):
         candidacy.flow.driver = nobody
         return True
 
-    def _resign(self, *, for_good: bool = False) -> Steps[None]:
-        """End the term that this object has now, or withdraw its candidacy."""
+    def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
+        """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
+        task = self._candidacy.flow.task
+        if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
+            raise SynchronousOnlyOperation(
+                "this would wait for a task of the running event loop: await aresign(), astop()"
+            )
         if for_good:
             self._stopped_in = runtime.current
         candidacy = self._candidacy
@@ -206,10 +212,10 @@ class BaseLeader(Operations):
                 return
             for hold in candidacy.lock._holds():
                 candidacy.lock._interrupt_body(hold)
-        store = self._lock._place.store()
-        while candidacy.is_driven() and candidacy.flow.driver() is not current_flow():
-            store.database.before_waiting()
-            yield from wait(store, timing.DEFAULT.local_poll, Wakeup())
+        while candidacy.is_driven():
+            if candidacy.flow.driver() is current_flow():  # its body goes on
+                return
+            yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
             _ = yield from candidacy.drive(candidacy.end())
 
@@ -280,14 +286,15 @@ class SyncLeader(BaseLeader, Blocking):
     def resign(self) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens.
 
-        `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
-        released then. Raises LockStoreError if the database fails: the key is free once the lease has ended.
+        `is_leader` is False at once. While a body runs, the key is released at its end: this waits for that, unless the
+        body's own thread calls it, a signal handler there included. Raises LockStoreError if the database fails: the
+        key is free once the lease has ended.
         """
-        self._drive(self._resign())
+        self._drive(self._resign(in_thread=True))
 
     def stop(self) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._drive(self._resign(for_good=True))
+        self._drive(self._resign(in_thread=True, for_good=True))
 
     def leader(self) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""

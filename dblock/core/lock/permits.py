@@ -27,7 +27,6 @@ from dblock.core.lock.bookkeeping import ending
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.leaving_several import Entered, leave_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
-from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.runtime import current_flow
@@ -82,7 +81,9 @@ class IsPermit(BaseLock):
         return hold
 
     def _check_kind(self, hold: Hold | None = None) -> None:
-        """Raise LockError where another thread or task has it: both would be inside by one permit."""
+        """Raise WrongKind; or LockError where another thread or task has it: both would be inside by one permit."""
+        if hold is not None:
+            super()._check_kind(hold)
         if self._flow.driver() not in {None, current_flow()}:
             raise LockError(
                 f"this permit of {self._key!r} is another thread's or task's: make a semaphore.permit() for each block",
@@ -119,10 +120,10 @@ class BaseSemaphore(Operations, Generic[P]):
             why = "a permit belongs to the semaphore object, not to a flow"
             raise TypeError(f"{min(refused)} is not for semaphores: {why}")
         self._permits = valid_permits(permits)
-        self._plain = make_permit(key, **options)
+        self._plain = plain = make_permit(key, **options)
         """A permit that is never acquired, of which all others are copies."""
-        self.options: Options = self._plain.options
-        self._drive, self._adrive, self._templates = self._plain._drive, self._plain._adrive, self._plain._templates
+        self.options, self._templates = plain.options, plain._templates
+        self._drive, self._adrive = plain._drive, plain._adrive
         self._withs: list[Block] = []
         """Those of the permits of blocks without an end of their own."""
         self._held: dict[Any, Block] = {}

@@ -1,0 +1,44 @@
+"""Threads that work in rounds."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from dblock.core.worker import Worker
+from tests.support.lab import threads, until
+
+
+class Rounds(Worker):
+    """Notes how many rounds there were, and how many at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("rounds")
+        self.begun, self.now, self.most = 0, 0, 0
+
+    def round(self) -> float:
+        self.begun, self.now = self.begun + 1, self.now + 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.1)
+        self.now -= 1
+        return math.inf
+
+
+def test_a_start_that_was_interrupted_leaves_no_two_rounds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler raises when the thread has begun; the next need starts another one."""
+    worker, plain = Rounds(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        plain(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = worker.wake()
+    assert worker.wake() is None
+    assert until(lambda: worker.begun >= 2 and not threads("dblock rounds"), 5)
+    assert worker.most == 1
