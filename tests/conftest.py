@@ -146,7 +146,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
-    """Give this thread another local clock; the watchdog's, say, would rest until a time that is not its own."""
+    """Give this thread another local clock. Other threads keep theirs: the watchdog would sleep by the wrong one."""
     here, others = get_ident(), clock.now
     monkeypatch.setattr(clock, "now", lambda: now() if get_ident() == here else others())
 

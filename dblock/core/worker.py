@@ -65,7 +65,7 @@ class Worker:
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
         self._working = threading.Lock()
-        """Held during a round: where the start of a thread was interrupted, another one is started beside it."""
+        """Held during a round. An interrupted start may leave a thread that runs beside the next one."""
         self.used = False
         """Whether it was given something since the last round, so that it lives on."""
         self._finalized = False

@@ -262,7 +262,7 @@ class Held(Hold):
         if not self.entries and self.who["pid"] == os.getpid():
             self._end()
             for each in self.members:
-                if each.hold is not None:
+                if each.hold is not None and not each.leaving:
                     the_asks().begin(each.store, each.leave())
         yield from ()
 

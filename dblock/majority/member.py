@@ -183,7 +183,7 @@ class Member:
         self.hold = cast("Hold", found)
 
     def leave(self) -> Steps[bool]:
-        """Leave what is held, unless that is being done; False if it was lost."""
+        """Leave what is held, unless other steps do so already; False if it was lost."""
         if self.leaving:
             return True
         held, self.leaving = cast("Hold", self.hold), True

@@ -640,6 +640,19 @@ def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, can
     stopping.close()
 
 
+async def refused_in_a_callback(call: Callable[[], object]) -> None:
+    """A callback of the running event loop that calls it is refused."""
+    refused = asyncio.get_running_loop().create_future()
+
+    def callback() -> None:
+        with pytest.raises(SynchronousOnlyOperation):
+            call()
+        refused.set_result(None)
+
+    _ = asyncio.get_running_loop().call_soon(callback)
+    await refused
+
+
 @pytest.mark.parametrize("subject", [Subject("django", "async", "sqlite")], indirect=True, ids=str)
 def test_what_would_block_its_own_loop_is_refused(
     subject: Subject, actor: Actor, candidate: Callable[..., Any]
@@ -651,16 +664,7 @@ def test_what_would_block_its_own_loop_is_refused(
         async with leader:
             with pytest.raises(SynchronousOnlyOperation):
                 leader.stop()
-            told = asyncio.get_running_loop().create_future()
-
-            def callback() -> None:
-                try:
-                    leader.resign()
-                except SynchronousOnlyOperation:
-                    told.set_result("refused")
-
-            _ = asyncio.get_running_loop().call_soon(callback)
-            assert await told == "refused"
+            await refused_in_a_callback(leader.resign)
             assert leader.is_leader
 
     actor.do(main)
@@ -674,16 +678,7 @@ def test_a_callback_does_not_wait_for_the_task_that_leads(actor: Actor, candidat
 
     async def main() -> None:
         with leader:
-            told = asyncio.get_running_loop().create_future()
-
-            def callback() -> None:
-                try:
-                    leader.resign()
-                except SynchronousOnlyOperation:
-                    told.set_result("refused")
-
-            _ = asyncio.get_running_loop().call_soon(callback)
-            assert await told == "refused"
+            await refused_in_a_callback(leader.resign)
             assert leader.is_leader
 
     actor.do(lambda: asyncio.run(main()))
