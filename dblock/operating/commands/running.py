@@ -8,7 +8,8 @@ Signals are passed on through the pipe. At a terminal, in the foreground, watche
 Ctrl-C and its like reach the command from there, and are not sent to it twice. Elsewhere both are in a group of their
 own, and what the command has started is signalled and ended with it.
 
-Rule: a signal that comes while the command runs writes its number to the pipe, and does nothing else.
+Rule: a signal that comes while the command runs writes its number to the pipe. One that comes before waits for the
+watcher to be known.
 """
 
 from __future__ import annotations
@@ -141,15 +142,20 @@ def _run(lock: SyncLocks, options: Namespace) -> int:
 
 def _command(options: Namespace, environment: dict[str, str], outlet: int, pipe: FileIO) -> int:
     """The exit status of the command, which a watcher runs."""
-    shared, group = _in_foreground(), 0
+    shared, parent, early = _in_foreground(), None, list[int]()
     arguments = [str(outlet), str(options.kill_after), str(shared), *options.argv]
 
-    def passed_on(number: int, _: FrameType | None) -> None:
+    def passed_on(number: int, _: FrameType | None = None) -> None:
+        if parent is None:
+            early.append(number)
+            return
         with contextlib.suppress(OSError):
-            if number == signal.SIGCONT and group:
-                os.killpg(group, number)  # the watcher stops with its group
+            if number == signal.SIGCONT and not shared:
+                os.killpg(parent.pid, number)  # the watcher stops with its group
         _tell(pipe, number)
         if number == signal.SIGTSTP:  # brought to the foreground, and stopped there: nothing goes on without us
+            with contextlib.suppress(OSError, AttributeError):  # macOS has no waitid() before Python 3.13
+                _ = os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a SIGCONT finds it stopped
             os.kill(os.getpid(), signal.SIGSTOP)
 
     handlers: dict[int, Any] = dict.fromkeys(watcher.heeded(), passed_on)
@@ -166,15 +172,16 @@ def _command(options: Namespace, environment: dict[str, str], outlet: int, pipe:
         except OSError as error:
             complain(f"the command cannot be run: {error.strerror}")
             return NOT_EXECUTABLE
-        group = 0 if shared else parent.pid
+        for number in early:
+            passed_on(number)
         while os.getpid() == 1 and parent.returncode is None:  # of a container, whose orphans are ours
             ended, status = os.wait()
             if ended == parent.pid:
                 parent.returncode = os.waitstatus_to_exitcode(status)
         status = parent.wait()
-    if status == -signal.SIGKILL and group:
+    if status == -signal.SIGKILL and not shared:
         with contextlib.suppress(OSError):  # the watcher was killed: nobody else would end its command
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(parent.pid, signal.SIGKILL)
     return status if status >= 0 else 128 - status
 
 
