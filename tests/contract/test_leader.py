@@ -640,46 +640,40 @@ def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, can
     stopping.close()
 
 
-async def refused_in_a_callback(call: Callable[[], object]) -> None:
-    """A callback of the running event loop that calls it is refused."""
-    refused = asyncio.get_running_loop().create_future()
-
-    def callback() -> None:
-        with pytest.raises(SynchronousOnlyOperation):
-            call()
-        refused.set_result(None)
-
-    _ = asyncio.get_running_loop().call_soon(callback)
-    await refused
-
-
 @pytest.mark.parametrize("subject", [Subject("django", "async", "sqlite")], indirect=True, ids=str)
 def test_what_would_block_its_own_loop_is_refused(
     subject: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:
-    """`stop()` on the loop whose task leads, also from a callback; it leads on."""
+    """`stop()` in a task of the loop; it leads on. A callback of the loop waits for nobody, and so may resign."""
     leader = candidate()
 
     async def main() -> None:
         async with leader:
             with pytest.raises(SynchronousOnlyOperation):
                 leader.stop()
-            await refused_in_a_callback(leader.resign)
             assert leader.is_leader
+            _ = asyncio.get_running_loop().call_soon(leader.resign)
+            await asyncio.sleep(0.05)
+            assert not leader.is_leader
 
     actor.do(main)
 
 
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks")
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
-def test_a_callback_does_not_wait_for_the_task_that_leads(actor: Actor, candidate: Callable[..., Any]) -> None:
-    """A synchronous leader on an event loop: the callback is refused, and the task leads on."""
-    leader = candidate()
+def test_a_callback_does_not_wait_for_the_task_that_leads(
+    actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """A synchronous leader on an event loop: the callback returns at once, and the body's end releases the key."""
+    leader, rival = candidate(), candidate()
 
     async def main() -> None:
         with leader:
-            await refused_in_a_callback(leader.resign)
-            assert leader.is_leader
+            _ = asyncio.get_running_loop().call_soon(leader.resign)
+            await asyncio.sleep(0.05)
+            assert not leader.is_leader
+            assert not other.call(rival, "campaign", 0)
+        assert other.call(rival, "campaign", 0)
 
     actor.do(lambda: asyncio.run(main()))
 

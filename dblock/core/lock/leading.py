@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, SynchronousOnlyOperation
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
 from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock import entering, operations
 from dblock.core.lock.base import BaseLock
@@ -198,14 +198,11 @@ class BaseLeader(Operations):
 
     def _resign(self, *, in_thread: bool = False, for_good: bool = False) -> Steps[None]:
         """End the term that this object has now, or withdraw its candidacy. `in_thread`: the thread waits for that."""
-        task = self._candidacy.flow.task
-        if in_thread and task is not None and task.get_loop() is asyncio._get_running_loop():
-            raise SynchronousOnlyOperation(
-                "this would wait for a task of the running event loop: await aresign(), astop()"
-            )
         if for_good:
             self._stopped_in = runtime.current
         candidacy = self._candidacy
+        task = candidacy.flow.task
+        is_of_body = in_thread and task is not None and task.get_loop() is asyncio._get_running_loop()
         if candidacy.is_driven():
             candidacy.cancel.set()  # from here on its driver ends it, also if this is interrupted
             if not candidacy.cancel.over:
@@ -213,7 +210,7 @@ class BaseLeader(Operations):
             for hold in candidacy.lock._holds():
                 candidacy.lock._interrupt_body(hold)
         while candidacy.is_driven():
-            if candidacy.flow.driver() is current_flow():  # its body goes on
+            if is_of_body or candidacy.flow.driver() is current_flow():  # its body goes on
                 return
             yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
