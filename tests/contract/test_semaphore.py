@@ -83,6 +83,14 @@ def test_so_many_and_no_more(everywhere: Subject, actors: Actors) -> None:
         one.call(sem, "release")
 
 
+def test_permits_that_are_taken_together_show_the_ttl_of_their_holder(protocol: Subject, actor: Actor) -> None:
+    """Also those that were collected with the short lease of a waiter: a promoted server keeps a key closed for it."""
+    sem = semaphore(protocol, 3, ttl=600)
+    assert actor.call(sem, "acquire", n=3)
+    assert [info.ttl for info in actor.call(sem, "holders")] == [600.0] * 3
+    actor.call(sem, "release", 3)
+
+
 def test_a_block_has_a_permit(face: Subject, actor: Actor, other: Actor) -> None:
     """Which is what `with` gives: its slot is a number that nobody else has at the time."""
     sem = semaphore(face, 3, timeout=0.1, ttl=5)

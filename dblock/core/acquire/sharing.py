@@ -352,8 +352,8 @@ class Sharing:
             if name in mine or (name in known and known[name][3] > 0):
                 continue
             statement = self.dialect.take if name in known else self.dialect.create
-            request = self.request if len(got) == n - 1 else self.waiting
-            grant = yield from self._begin(statement, request._replace(key=name, fair=0), {})
+            life = self.request.life if len(got) == n - 1 else self.waiting.life
+            grant = yield from self._begin(statement, self.request._replace(key=name, fair=0, life=life), {})
             if grant is not None:
                 got.append(grant)
             else:  # a transaction pins it, its row is changed at this moment, or keys are closed

@@ -111,10 +111,11 @@ find_pins: Callable[[Database, Collection[str], float], Steps[dict[str, Pinned]]
 def begin(database: Database, statement: Statement, request: Parameters, until: float) -> Steps[Grant | None]:
     """Begin a tenure with the statement `take` (a row without a holder) or `create` (a key without a row).
 
-    `request` has the columns of the row: key, owner, ttl, life (ttl + grace), label and the flow's description; the
-    owner token is of this attempt alone. None if the key is held or pinned, or if there is no row to take, or already
-    one to create. `until` is the local time after which conflicts are not retried. Raises StoreUnanswered if the answer
-    was lost, and the row does not show the tenure: the statement may yet be executed.
+    `request` has the columns of the row: key, owner, ttl, life, label and the flow's description; the owner token is of
+    this attempt alone. `life` is ttl + grace, or less than ttl for a tenure that does not count yet: its row shows the
+    ttl that it will have, for which it is closed after a failover. None if the key is held or pinned, or if there is no
+    row to take, or already one to create. `until` is the local time after which conflicts are not retried. Raises
+    StoreUnanswered if the answer was lost, and the row does not show the tenure: the statement may yet be executed.
     """
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.store, database.dialect.tick)
@@ -130,7 +131,8 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
             raise
     if not rows:
         return None
-    return Grant(tenure_of(request, rows), sent, float(request["ttl"]))
+    ttl, life = float(request["ttl"]), float(request["life"])
+    return Grant(tenure_of(request, rows), sent, ttl, term=life if life < ttl else 0.0)
 
 
 def tenure_of(request: Parameters, rows: Rows) -> Tenure:
