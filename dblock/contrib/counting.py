@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from weakref import WeakMethod
 
@@ -66,22 +67,20 @@ class Tenures:
     def leave_to_parent(self) -> None:
         """A forked child holds nothing of its parent's."""
         self._mutex = threading.RLock()  # a signal handler may take a lock
-        self._open: dict[tuple[str, str, int], int] = {}
-        """How many by database, key and fence: readers or permits of one key may have the same one."""
+        self._open = Counter[tuple[str, str]]()
+        """How many by database and key. Not by fence, which is another one after a `downgrade()`."""
 
     def begun(self, event: Event) -> None:
         """A flow has it."""
-        tenure = event.database, event.key, event.fence
         with self._mutex:
-            self._open[tenure] = self._open.get(tenure, 0) + 1
+            self._open[event.database, event.key] += 1
 
     def ended(self, event: Event) -> bool:
         """A flow has it no more; False if it was not counted."""
-        tenure = event.database, event.key, event.fence
         with self._mutex:
-            count = self._open.pop(tenure, 0)
+            count = self._open.pop((event.database, event.key), 0)
             if count > 1:
-                self._open[tenure] = count - 1
+                self._open[event.database, event.key] = count - 1
         return count > 0
 
 

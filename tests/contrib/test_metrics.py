@@ -34,7 +34,7 @@ from dblock.core.lock.base_store import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
-from sqlalchemy_dblock import db_lock, reap
+from sqlalchemy_dblock import db_lock, db_rwlock, reap
 from tests.support.lab import until
 from tests.support.pages import block, text
 
@@ -166,6 +166,16 @@ def test_held_is_what_is_held(engine: Engine, registry: CollectorRegistry) -> No
     assert total(scrape(late), "dblock_held") == 0
     assert not scrape(other)
     stop()
+
+
+def test_a_writer_that_reads_on_is_held_once(engine: Engine, registry: CollectorRegistry) -> None:
+    """Its tenure is another one from downgrade() on, with a fence of its own."""
+    lock = db_rwlock(engine, "stock:1").write()
+    assert lock.acquire()
+    lock.downgrade()
+    assert total(scrape(registry), "dblock_held") == 1
+    lock.release()
+    assert total(scrape(registry), "dblock_held") == 0
 
 
 def test_permits_may_have_one_fence() -> None:
