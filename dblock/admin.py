@@ -47,6 +47,7 @@ from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END, valid_row_key
+from dblock.core.statements import DIALECTS
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
@@ -54,7 +55,6 @@ from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo
 from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, shown, state_of
-from dblock.operating.statements import vocabulary
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, named, span
 from dblock.place import default_alias
@@ -63,7 +63,7 @@ from dblock.store import store_for
 
 def _by_clock(told: Callable[[Vocabulary], str], kind: Field[Any, Any]) -> RawSQL:
     """What the clock says that leases are judged by, whatever the session's time zone."""
-    sql = told(vocabulary(connections[default_alias()].vendor))
+    sql = told(DIALECTS[connections[default_alias()].vendor].words)
     return RawSQL(sql.replace("%", "%%"), [], kind)  # noqa: S611 - it has no values
 
 
@@ -422,8 +422,7 @@ _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt"
 
 def _quarantine() -> Quarantine | None:
     """That of the locks' database, while keys are closed."""
-    store = store_for(default_alias())
-    database = store.database
+    database = store_for(default_alias()).database
     with contextlib.suppress(LockError):
         found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
         return found if found is not None and found.opens_in > 0 else None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from dblock.core.errors import LockStoreError
+from dblock.core.statements import DIALECTS
 from dblock.operating.commands import checkup
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
@@ -321,7 +321,7 @@ def alter(database: str) -> None:
 
 def test_what_cannot_be_looked_at_is_told(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps no other check from looking."""
-    monkeypatch.setattr(checkup, "vocabulary", lambda _: SimpleNamespace(micros="nothing FROM nowhere"))
+    monkeypatch.setattr(type(DIALECTS[database].words), "micros", "nothing FROM nowhere")
     found = findings(database)
     assert "probe" in found
     assert ("pooler" in found) == (database != "sqlite"), "which comes later"

@@ -17,7 +17,6 @@ from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Statement
 from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
-from dblock.operating.statements import vocabulary
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
 from tests.support.steps import NO_STORE
@@ -254,7 +253,7 @@ class Growing(Laboratory):
             return f"CAST({first} + i AS {_TEXT.get(self.database, 'char')})"
 
         name, others, mine, dead = (named(million * 1_000_000) for million in range(1, 5))
-        share, _ = vocabulary(self.dialect.name).bounds("'shared'")
+        share, _ = self.dialect.words.bounds("'shared'")
         share = f"CONCAT({share}, {name})" if self.database in MYSQL else f"{share} || {name}"
         for table, like, different, which in (
             ("locks", "lock_key > 'shared' AND lock_key < 'shared '", {"lock_key": share}, ""),

@@ -20,8 +20,7 @@ from dblock.core.errors import UnsupportedDatabase
 from dblock.core.text import printable
 from dblock.core.validation import valid_retention
 from dblock.kinds import db_lock, db_rwlock, db_semaphore
-from dblock.operating.commands import doctor
-from dblock.operating.commands.checkup import Finding, Level
+from dblock.operating.commands.checkup import Finding, Level, doctor
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs, whole_number
 from dblock.place import default_alias
@@ -65,8 +64,8 @@ class Command(BaseCommand):
             self.stdout.write(ddl(kind, tables.prefix, tables.schema, states=options["states"]), ending="")
             return
         given = Namespace(**options)
-        if given.verb is doctor.doctor:
-            given.verb = lambda context, told: doctor.doctor(context, told, _system_checks(alias))
+        if given.verb is doctor:
+            given.verb = lambda context, told: doctor(context, told, _system_checks(alias))
         try:
             status = answered(given, context(alias))
         except (ValueError, UnsupportedDatabase) as error:

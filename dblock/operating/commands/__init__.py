@@ -7,7 +7,7 @@
     release    release, reap
     running    run
     top        top
-    doctor     doctor; its checks are in `checkup`
+    checkup    doctor
 
 Rule: a verb is a function of a context and the parsed options that returns its exit status.
 """

@@ -1,4 +1,4 @@
-"""The doctor's checks: what is asked of the database, and the table `CHECKS` of what a bad answer means.
+"""`doctor`: what is asked of the database, and the table `CHECKS` of what a bad answer means, and how to mend it.
 
 Rule: a check changes no row (`probe` takes and releases a key of its own). One that fails keeps the others from
 nothing, unless no lock can be had at all.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -18,9 +19,8 @@ from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
-from dblock.operating.commands.console import span
+from dblock.operating.commands.console import say, say_json, span
 from dblock.operating.commands.context import Context
-from dblock.operating.statements import vocabulary
 
 
 class Level(StrEnum):
@@ -41,6 +41,8 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
+STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
+_MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 Seen = Iterator[tuple[bool, str]]
 """What a check has seen, and whether it is as it should be; nothing where it does not concern the database."""
 
@@ -53,6 +55,21 @@ class Check(NamedTuple):
     means: str
     mends: str
     """The command that mends it, or the page that tells how; `{command}` is how `dblock` is called here."""
+
+
+def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -> int:
+    """Look at everything; 0 if nothing is wrong, 1 for warnings, 2 for errors. `more`: what the face has found."""
+    found = [*checkup(context), *more]
+    if options.json:
+        say_json([each._asdict() for each in found])
+    else:
+        for each in found:
+            say(printable(f"{_MARKS[each.level]}  {each.check}: {each.text}"))
+            if each.hint:
+                say(printable(f"         {each.hint}"))
+        bad = [each for each in found if STATUS[each.level]]
+        say(f"\n{printable(context.where)}: " + (f"problems found: {len(bad)}" if bad else "all is well"))
+    return max(STATUS[each.level] for each in found)
 
 
 def checkup(context: Context) -> Iterator[Finding]:
@@ -147,7 +164,7 @@ def probe(context: Context) -> Seen:
 def clock(context: Context) -> Seen:
     """This machine's clock agrees with the database's."""
     before = time.time()
-    [[micros]] = context.query(f"SELECT {vocabulary(context.store.database.dialect.name).micros}")
+    [[micros]] = context.query(f"SELECT {context.store.database.dialect.words.micros}")
     off = max(before - int(micros) / 1e6, int(micros) / 1e6 - time.time(), 0.0)
     yield off <= 2.0, f"this machine's clock differs from the database's by {span(off)}"
 

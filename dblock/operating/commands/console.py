@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from dblock.core.text import printable
-from dblock.core.values import KeyKind
+from dblock.core.values import KeyKind, LockInfo
 from dblock.operating.administration import EventInfo, Surveyed, WaiterInfo
 
 
@@ -156,6 +156,12 @@ def event_json(event: EventInfo, now: datetime) -> dict[str, Any]:
         "label": event.label,
         **asdict(event.identity),
     }
+
+
+def whose(info: LockInfo) -> str:
+    """Who has a key, as the rest of a sentence about it."""
+    held = "has no free share; first comes" if info.waits else "is held by" if info.owner else "was held by"
+    return printable(f"{held} {info}")
 
 
 HEADER = ("KEY", "STATE", "HELD FOR", "LEFT", "WAITERS", "HOLDER", "LABEL")

@@ -53,15 +53,6 @@ class Context:
         """Read all tables that a lock needs; LockError if one is missing."""
         _ = self.inspect(DOCTOR), drive(administration.waiters(self.store, DOCTOR, 1)), self.quarantine()
 
-    def has_tables(self) -> bool:
-        """Whether all that a lock needs is there."""
-        try:
-            self.read_tables()
-            _ = self.pinned(DOCTOR)  # by the index that is made last
-        except LockError:
-            return False
-        return True
-
     def ensure_tables(self) -> None:
         """Make the tables if they are missing; any number of processes may do so at once.
 
@@ -69,9 +60,15 @@ class Context:
         Raises LockStoreError if they are not there after a minute.
         """
         until, failure = clock.now() + 60, None
-        while not self.has_tables():
-            if clock.now() > until:
-                raise LockStoreError(f"could not make the tables: {failure or 'they cannot be read'}") from failure
+        while True:
+            try:
+                self.read_tables()
+                _ = self.pinned(DOCTOR)  # by the index that is made last
+            except LockError as missing:
+                if clock.now() > until:
+                    raise LockStoreError(f"could not make the tables: {failure or missing}") from failure
+            else:
+                return
             try:
                 self.make_tables()
             except self.errors as error:

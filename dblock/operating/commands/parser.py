@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dblock.core.validation import valid_span
+from dblock.operating.commands.checkup import doctor
 from dblock.operating.commands.context import Context
-from dblock.operating.commands.doctor import doctor
 from dblock.operating.commands.release import quarantine, reap, release
 from dblock.operating.commands.running import BUSY, run
 from dblock.operating.commands.show import ls, show
@@ -42,13 +41,6 @@ def _number(kind: Callable[[str], float], least: int, most: float, what: str) ->
 _seconds = _number(float, 0, 1e9, "number of seconds, 0 at least")
 whole_number = _number(int, 1, float("inf"), "whole number, 1 at least")
 _status = _number(int, 0, 255, "exit status, 0 to 255")
-
-
-def _kill_after(text: str) -> float:
-    try:
-        return valid_span(_seconds(text), "it", "how long the command may take to end,")
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
 
 
 def add_verbs(commands: _SubParsersAction[Any]) -> None:
@@ -107,7 +99,7 @@ def _add_run(commands: _SubParsersAction[Any]) -> None:
     running.add_argument("--min-hold", type=_seconds, metavar="SECONDS", help="keep the key for so long at least")
     running.add_argument(
         "--kill-after",
-        type=_kill_after,
+        type=_seconds,
         default=5.0,
         metavar="SECONDS",
         help="when the lock is lost KILL comes so long after TERM, and nobody else gets the key before; 5 by default",

@@ -21,10 +21,10 @@ from dblock.operating.commands.console import (
     agreed,
     complain,
     lock_json,
-    lock_row,
     say,
     say_json,
     span,
+    whose,
 )
 from dblock.operating.commands.context import Context
 
@@ -48,7 +48,7 @@ def release(context: Context, options: Namespace) -> int:
     question = f"Ask it to release {printable(key)!r}?"
     if not options.ask:
         question = "\n".join([_warning(info), *([_kept(key, pinned)] if pinned else ()), f"Free {printable(key)!r}?"])
-    if not (options.yes or agreed(f"{printable(key)!r} is {_story(info)}.\n{question}")):
+    if not (options.yes or agreed(f"{printable(key)!r} {whose(info)} (fence {info.fence}).\n{question}")):
         return NOT_AGREED
     if options.yes and pinned and not options.json:
         complain(_kept(key, pinned))
@@ -89,8 +89,7 @@ def quarantine(context: Context, options: Namespace) -> int:
         if not (options.yes or agreed(question)):
             return NOT_AGREED
         until = database.now() + database.timing.retry_budget
-        change = administration.begin_quarantine if options.begin else administration.end_quarantine
-        _ = drive(change(database, until))
+        _ = drive(administration.set_quarantine(database, until, closed=options.begin))
         found = context.quarantine()
     if options.json:
         say_json(None if found is None else found._asdict())
@@ -117,15 +116,6 @@ _END: Final = (
 _BEGIN: Final = (
     "Nobody gets a key before the leases that may be out there have ended. Those who hold one go on. Close the keys?"
 )
-
-
-def _story(info: LockInfo) -> str:
-    _, state, since, left, *_ = lock_row(Surveyed(info, 0))
-    label = f' "{info.label}"' if info.label else ""
-    if info.waits:
-        return printable(f"waited for by {info.identity}{label} for {span(info.age)} (fence {info.fence})")
-    held = f"held by {info.identity}{label} for {since}" if info.owner else f"released by {info.identity}{label}"
-    return printable(f"{held} ({state}, {left} left, fence {info.fence})")
 
 
 def _warning(info: LockInfo) -> str:

@@ -32,7 +32,7 @@ from dblock.core.lock.locks import SyncLock
 from dblock.core.lock.several import SyncLocks
 from dblock.core.text import printable
 from dblock.operating.commands import watcher
-from dblock.operating.commands.console import complain
+from dblock.operating.commands.console import complain, whose
 from dblock.operating.commands.context import Context
 
 BUSY: Final = 75
@@ -97,8 +97,7 @@ def _members(context: Context, options: Namespace, **given: Any) -> list[SyncLoc
 def _busy(context: Context, key: str) -> str:
     with contextlib.suppress(LockError):
         if (info := context.inspect(key)) is not None and info.state == "held":
-            held = "has no free share; first comes" if info.waits else "is held by" if info.owner else "was held by"
-            return f"{printable(key)!r} {held} {printable(str(info))}"
+            return f"{printable(key)!r} {whose(info)}"
         if closed := context.closed():
             return f"{printable(key)!r} is closed: keys were {closed}"
     return f"{printable(key)!r} was not free in time"

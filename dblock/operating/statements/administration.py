@@ -8,10 +8,9 @@ from typing import Any
 from dblock.core.protocol import sending
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Parameters, Rows, Steps
-from dblock.core.statements import common
+from dblock.core.statements import DIALECTS, common
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
-from dblock.operating.statements import vocabulary
 
 
 @cache
@@ -20,7 +19,7 @@ def administration(dialect: str) -> dict[str, Statement]:
 
     `dialect`: that of the database, by its name.
     """
-    words = vocabulary(dialect)
+    words = DIALECTS[dialect].words
     info = f"""locks.owner, locks.fence, locks.count, locks.ttl, {words.since("locks.acquired_at")},
        {words.until("locks.expires_at")}, {", ".join(f"locks.{name}" for name in WHO.split(", "))},
        revoked_fence, freed_fence, revocation, kind, reading, {common.AWAITING}"""

@@ -12,8 +12,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Final, cast
 
+from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import EXACT, Reply, Statement
-from dblock.operating.statements import vocabulary
 
 if TYPE_CHECKING:
     from dblock.core.statements.postgresql import PostgreSQL
@@ -31,7 +31,7 @@ _DATABASE: Final = "(SELECT oid FROM pg_database WHERE datname = current_databas
 @cache
 def postgresql_pinning() -> Statement:
     """Which transactions pin the keys of the array `keys`."""
-    words = cast("PostgreSQL", vocabulary("postgresql"))
+    words = cast("PostgreSQL", DIALECTS["postgresql"].words)
     sql = f"""
 WITH due AS MATERIALIZED (
     SELECT name, {words.pin('name COLLATE "C"')} AS number
