@@ -235,22 +235,13 @@ def valid_words(words: str) -> str:
     return words
 
 
-def end_quarantine(database: Database, until: float) -> Steps[bool]:
-    """Open the keys, on an administrator's word; False if no server is known."""
+def set_quarantine(database: Database, until: float, *, closed: bool) -> Steps[bool]:
+    """Close the keys, as if the server had just been promoted, or open them; False if no server is known."""
     statements = database.dialect.epoch
     if statements is None:
         return False
     _ = yield from epoch.read(database, until)
-    _, rows = yield from send(database, statements.end, {}, until, resend=True)
+    parameters: Parameters = {"seconds": database.quarantine() or QUARANTINE} if closed else {}
+    _, rows = yield from send(database, statements.close if closed else statements.end, parameters, until, resend=True)
     database.epoch.asked = float("-inf")
     return bool(rows)
-
-
-def begin_quarantine(database: Database, until: float) -> Steps[None]:
-    """Close the keys, on an administrator's word, as if the server had just been promoted."""
-    statements = database.dialect.epoch
-    if statements is not None:
-        _ = yield from epoch.read(database, until)
-        _ = yield from send(
-            database, statements.close, {"seconds": database.quarantine() or QUARANTINE}, until, resend=True
-        )

@@ -75,7 +75,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
                 assert began >= holds[key].lease.trusted_until, key
                 assert fence > holds[key].tenure.fence + 2_000_000, "above all, were the old clock two seconds ahead"
         assert db_lock(new, "known").acquire(blocking=False) is False, "somebody may have it for a minute"
-        assert drive(administration.end_quarantine(database, clock.now() + 5))
+        assert drive(administration.set_quarantine(database, clock.now() + 5, closed=False))
         with db_lock(new, "known", timeout=0):
             pass
         for hold in holds.values():
