@@ -164,36 +164,24 @@ def _row(event: Event, who: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Histories:
-    """The histories of a process."""
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Store, History] = WeakKeyDictionary()
-
-    def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
-        """Add an event of a database that keeps a history."""
-        history = self._of.get(store)
-        if history is None:
-            history = self._of.setdefault(store, History())
-        history.note(store, event, who)
+class Histories(WeakKeyDictionary[Store, History]):
+    """The histories of a process, by their stores."""
 
     def begin(self, *, ripe: float = 0.0) -> Iterator[tuple[Store, Any, Steps[None]]]:
         """The writes that are due: store, event loop (None: one of its own), and steps."""
-        for store, history in self._each():
-            begun = history.begin(store, ripe=ripe)
-            if begun is not None:
+        for store in self._stores():
+            if (begun := self[store].begin(store, ripe=ripe)) is not None:
                 steps, loop = begun
                 yield store, loop, steps
 
     @property
     def pending(self) -> bool:
         """Whether something is to be written, or being written."""
-        return any(history.pending for _, history in self._each())
+        return any(self[store].pending for store in self._stores())
 
-    def _each(self) -> list[tuple[Store, History]]:
-        """All histories; the references are listed in one step, since flows may add others meanwhile."""
-        stores = [store for each in self._of.keyrefs() if (store := each()) is not None]
-        return [(store, self._of[store]) for store in stores]
+    def _stores(self) -> list[Store]:
+        """The references are listed in one step, since flows may add others meanwhile."""
+        return [store for each in self.keyrefs() if (store := each()) is not None]
 
 
 def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
@@ -203,7 +191,8 @@ def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
     histories = watchdog.histories
     if not isinstance(histories, Histories):  # in a forked child, too: the events before are its parent's
         histories = watchdog.histories = Histories()
-    histories.note(store, event, runtime.current_flow().who if who is None else who)
+    history = histories.get(store) or histories.setdefault(store, History())
+    history.note(store, event, runtime.current_flow().who if who is None else who)
     watchdog.wake_some_time()
 
 

@@ -33,22 +33,16 @@ class Stretch(NamedTuple):
     begun: float
     ended: float
     words: str
-
-
-class Bar(NamedTuple):
-    """A stretch in the picture; from the left, and how wide, in percent."""
-
-    kind: str
-    left: float
-    width: float
-    words: str
+    left: float = 0.0
+    """Where it begins in the picture, in percent."""
+    width: float = 0.0
 
 
 class Timeline(NamedTuple):
     """All that the template draws."""
 
     summary: str
-    lanes: dict[str, list[Bar]]
+    lanes: dict[str, list[Stretch]]
     """By the name of the holder."""
     ticks: list[str]
     """What is said of the begin, the middle and the end."""
@@ -63,13 +57,13 @@ def timeline(events: Sequence[EventInfo], held: EventInfo | None) -> Timeline | 
     if not stretches:
         return None
     everybody = list(dict.fromkeys(each.who for each in sorted(stretches, key=lambda each: each.ended)))
-    lanes: dict[str, list[Bar]] = {name: [] for name in everybody[:LANES]}
+    lanes: dict[str, list[Stretch]] = {name: [] for name in everybody[:LANES]}
     stretches = [each for each in stretches if each.who in lanes]
     oldest = max(1.0, *(each.begun for each in stretches))
     for each in stretches:
         width = max(100 * (each.begun - each.ended) / oldest, _LEAST)
         left = min(100 * (1 - each.begun / oldest), 100 - width)
-        lanes[each.who].append(Bar(each.kind, round(left, 2), round(width, 2), each.words))
+        lanes[each.who].append(each._replace(left=round(left, 2), width=round(width, 2)))
     tenures = sum(each.kind in {"held", "lost", "open"} for each in stretches)
     summary = ngettext("%(count)d tenure in the last %(span)s", "%(count)d tenures in the last %(span)s", tenures) % {
         "count": tenures,

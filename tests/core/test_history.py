@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return sent
 
 
-def note(noting: History | Histories, store: Any, count: int = 1) -> None:
+def note(noting: History, store: Any, count: int = 1) -> None:
     for number in range(count):
         noting.note(store, Event(Kind.ACQUIRED, "x", key=f"k{number}", fence=1, how="at_once"), WHO)
 
@@ -80,8 +80,8 @@ def test_what_happened_elsewhere_is_dropped(
 def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What happened there is written all the same, and it is kept no longer."""
     noting, store = Histories(), made()
-    there = weakref.ref(store)
-    note(noting, store)
+    there, noting[store] = weakref.ref(store), History()
+    note(noting[store], store)
     del store
     _ = gc.collect()
     [(_, _, steps)] = noting.begin()
