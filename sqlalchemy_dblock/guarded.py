@@ -11,18 +11,21 @@ from sqlalchemy.exc import InvalidRequestError
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Hold
-from dblock.core.lock.guarded import AsyncGuarded, Guarded
+from dblock.core.lock.guarded import AsyncGuarded, Guarded, _Block
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.transactions import connection_of
 
 T = TypeVar("T")
 
 
-class _Given:
-    """What begin() was given: a factory, whose own begin() gives a session or a connection; or a session."""
+class _OfGiven(_Block[T]):
+    """A block of what begin() was given: a factory, whose own begin() gives a session or a connection; or a session."""
 
-    def __init__(self, given: Any, *, asynchronous: bool) -> None:
-        self._given = given
+    _asynchronous = False
+
+    def __init__(self, lock: Any, given: Any) -> None:
+        super().__init__(lock)
+        self._given, asynchronous = given, self._asynchronous
         made = getattr(given, "class_", None)  # by a sessionmaker
         if made is not None:
             fits = hasattr(made, "sync_session_class") == asynchronous
@@ -44,7 +47,7 @@ class _Given:
     def _session(self) -> Any:
         return self._given.registry() if hasattr(self._given, "registry") else self._given
 
-    def refuse_open(self) -> None:
+    def _refuse(self) -> None:
         """Raise InvalidRequestError for a session whose transaction is open already, or that of its Connection."""
         session = None if self._makes else self._session()
         bind = getattr(self._given, "kw", {}).get("bind") if session is None else session.bind
@@ -61,66 +64,47 @@ class _Given:
                 "sessionmaker"
             )
 
-    def begin(self) -> tuple[Any, Any]:
+    def _transaction(self) -> tuple[Any, Any]:
         """A transaction that is to begin, and its session, which a factory makes only then."""
         if self._makes:
             return self._given.begin(), None
         session = self._session()
         return session.begin(), session
 
-    def refuse_to_decorate(self) -> None:
-        """Raise TypeError where a decorated function could not get at its session."""
+    def _templates(self, function: Any) -> Any:
+        """Raises TypeError where a decorated function could not get at its session."""
         if self._makes:
             raise TypeError(
                 "the decorated function could not get at its session: write `with lock.begin(...) as session:` inside "
                 "it, or give begin() a scoped_session"
             )
+        return super()._templates(function)
 
 
-class Begun(Guarded[T]):
+class Begun(_OfGiven[T], Guarded[T]):
     """A lock, and a transaction of its database that is guarded by it: a `with`, which gives the session."""
 
-    def __init__(self, lock: Any, given: Any) -> None:
-        super().__init__(lock)
-        self._given = _Given(given, asynchronous=False)
-
-    def _refuse(self) -> None:
-        self._given.refuse_open()
-
     def _begin(self, holds: list[Hold]) -> Generator[T]:
-        transaction, session = self._given.begin()
+        transaction, session = self._transaction()
         with transaction as begun, _uncommitted(_connection(session or begun)):
             self._lock.guard(session or begun)
             yield session or begun
             self._committing(holds)
 
-    def __call__(self, function: Any) -> Any:
-        self._given.refuse_to_decorate()
-        return super().__call__(function)
 
-
-class AsyncBegun(AsyncGuarded[T]):
+class AsyncBegun(_OfGiven[T], AsyncGuarded[T]):
     """The same for the lock of an AsyncEngine: an `async with`."""
 
-    def __init__(self, lock: Any, given: Any) -> None:
-        super().__init__(lock)
-        self._given = _Given(given, asynchronous=True)
-
-    def _refuse(self) -> None:
-        self._given.refuse_open()
+    _asynchronous = True
 
     @asynccontextmanager
     async def _begin(self, holds: list[Hold]) -> AsyncGenerator[T]:
-        transaction, session = self._given.begin()
+        transaction, session = self._transaction()
         async with transaction as begun:
             with _uncommitted(await in_greenlet_of_its_own(_connection, session or begun)):
                 await self._lock.guard(session or begun)
                 yield session or begun
                 self._committing(holds)
-
-    def __call__(self, function: Any) -> Any:
-        self._given.refuse_to_decorate()
-        return super().__call__(function)
 
 
 def _connection(given: Any) -> Connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 
@@ -196,21 +196,16 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     timeout = options.pop("timeout", ...)
     bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}
     own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-    is_lock = isinstance(first, Lock | AsyncLock)
-    made: list[Any] = [first] if is_lock else []
-    make: Any = db_lock
-    _, *others = once((first, *keys))
-    for each in others:
-        if isinstance(each, Lock | AsyncLock):
-            made.append(each)
-        elif is_lock:
-            raise TypeError(f"the key {each!r} needs an engine: db_locks(engine, *keys), or locks alone")
-        else:
-            made.append(make(first, valid_key(each), timeout=timeout, **options))
+    given, make, locks = once((first, *keys)), cast("Any", db_lock), (Lock, AsyncLock)
+    is_lock = isinstance(first, locks)
     if not is_lock:
-        _ = sync_engine(first)
-    elif options:
+        _ = sync_engine(given.pop(0))
+    named = [each for each in given if not isinstance(each, locks)]
+    if is_lock and named:
+        raise TypeError(f"the key {named[0]!r} needs an engine: db_locks(engine, *keys), or locks alone")
+    if is_lock and options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
+    made = [make(first, valid_key(each), timeout=timeout, **options) if each in named else each for each in given]
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy.util import await_only
 
 from dblock.core.protocol.store import Subscription
-from dblock.drivers.listening import Ask, Close, Notifications, PsycopgSubscription, begin
+from dblock.drivers.listening import Ask, Close, PsycopgSubscription
 
 
-class AsyncPsycopgSubscription:
-    """Receives the messages of one channel, on psycopg's AsyncConnection."""
-
-    def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
-        self._connection, self.ask, self.close = connection, ask, close
-        self._notifications = Notifications(connection)
-        await_only(connection.execute(begin(channel)))
-
-    def listen(self, seconds: float) -> Sequence[str]:
-        """The messages that come within so many seconds, as soon as there is one."""
-        return await_only(self._listen(seconds))
-
-    async def _listen(self, seconds: float) -> list[str]:
-        heard = self._notifications.heard()  # messages that came with an answer
-        if heard:
-            return heard
-        loop, descriptor = asyncio.get_running_loop(), self._connection.fileno()
-        readable = loop.create_future()
-        loop.add_reader(descriptor, _end, readable)
-        try:
-            async with asyncio.timeout(seconds):
-                await readable
-        except TimeoutError:
-            return []
-        finally:
-            _ = loop.remove_reader(descriptor)
-        return self._notifications.read()
+async def _until_readable(descriptor: int, seconds: float) -> bool:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        async with asyncio.timeout(seconds):
+            return await readable.wait()
+    except TimeoutError:
+        return False
+    finally:
+        _ = loop.remove_reader(descriptor)
 
 
-def _end(readable: asyncio.Future[None]) -> None:
-    if not readable.done():
-        readable.set_result(None)
+def _readable(descriptor: int, seconds: float) -> bool:
+    return await_only(_until_readable(descriptor, seconds))
 
 
 class AsyncpgSubscription:
@@ -80,7 +63,7 @@ class AsyncpgSubscription:
 SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Ask, Close], Subscription]] = {
     ("psycopg", False): PsycopgSubscription,
     ("psycopg2", False): PsycopgSubscription,
-    ("psycopg", True): AsyncPsycopgSubscription,
+    ("psycopg", True): partial(PsycopgSubscription, wait=await_only, readable=_readable),
     ("asyncpg", True): AsyncpgSubscription,
 }
 """The subscription classes, by the name of SQLAlchemy's driver and whether it is asynchronous."""

@@ -19,6 +19,7 @@ from dblock.core.options import Given
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import transactions
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
+from sqlalchemy_dblock.guarded import AsyncBegun, Begun
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ class Begins:
         Raises InvalidRequestError for a session whose transaction is open already, or a body that commits
         by itself.
         """
-        from sqlalchemy_dblock.guarded import Begun  # noqa: PLC0415 - loaded with the engine's store
-
         return Begun(self, given)
 
     if not TYPE_CHECKING:  # hidden from type checkers
@@ -150,8 +149,6 @@ class AsyncBegins:
     def begin(self, given: async_sessionmaker[A] | async_scoped_session[A] | A, /) -> AsyncGuarded[A]: ...
     def begin(self, given: Any, /) -> AsyncGuarded[Any]:
         """An `async with` of a transaction that the lock guards; as `begin()` of the lock of an Engine."""
-        from sqlalchemy_dblock.guarded import AsyncBegun  # noqa: PLC0415 - likewise
-
         return AsyncBegun(self, given)
 
     if not TYPE_CHECKING:  # hidden from type checkers

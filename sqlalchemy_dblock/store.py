@@ -28,6 +28,7 @@ from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
 from dblock.drivers.listening import subscribed
+from dblock.drivers.tried import refuse_untried
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 from sqlalchemy_dblock.listening import SUBSCRIPTIONS
 
@@ -79,10 +80,6 @@ class EngineStore(BaseStore):
         name, tables = engine.dialect.name, options.tables
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
-        # With the first lock of an engine: when begin() is called, the code on the disk may have been replaced.
-        from dblock.drivers.tried import refuse_untried  # noqa: PLC0415
-        from sqlalchemy_dblock import guarded  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport]
-
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
         refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
@@ -112,7 +109,9 @@ class EngineStore(BaseStore):
 
             history.record()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
+        style = engine.dialect.paramstyle
+        # PyMySQL and its kin announce `format` but take names as well.
+        self._paramstyle = "named" if name == "sqlite" else "pyformat" if style == "format" else style
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
         # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to
         # one of them, and PyMySQL reports a missing package.
@@ -202,8 +201,3 @@ def _untranslated(driver: str) -> tuple[type[BaseException], ...]:
     from asyncpg import InterfaceError, InternalClientError, PostgresError  # noqa: PLC0415 - only where it is in use
 
     return InterfaceError, InternalClientError, PostgresError
-
-
-def _paramstyle(style: str) -> str:
-    """PyMySQL and its kin announce `format` but take names as well."""
-    return "pyformat" if style == "format" else style

@@ -52,9 +52,8 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
         if waiting is None:
             waiting = _waiting[sync_session] = []
             _ = weakref.finalize(sync_session, _dropped, waiting)
-            for over in ("after_commit", "after_rollback"):
+            for over in ("after_commit", "after_rollback", "after_transaction_end"):
                 event.listen(sync_session, over, _over)
-            event.listen(sync_session, "after_transaction_end", _ended)
         kept_by = weakref.ref(transaction)
         if all(each is not hold for each, _ in waiting):  # else an interrupted call has added it
             waiting.append((hold, kept_by))
@@ -69,13 +68,9 @@ def _dropped(waiting: list[_Kept]) -> None:
             hold.lease.renewing = False
 
 
-def _over(session: Any) -> None:
-    if not session.in_nested_transaction():  # a savepoint
-        _give_back(session)
-
-
-def _ended(session: Any, transaction: Any) -> None:
-    if transaction.parent is None:
+def _over(session: Any, ended: Any = None) -> None:
+    savepoint = session.in_nested_transaction() if ended is None else ended.parent is not None
+    if not savepoint:
         _give_back(session)
 
 

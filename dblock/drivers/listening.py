@@ -84,6 +84,13 @@ class Psycopg2Notifications:
         return self.heard()
 
 
+def _readable(descriptor: int, seconds: float) -> bool:
+    """Whether a socket can be read within so many seconds; by poll(2), which needs no further descriptor."""
+    with getattr(selectors, "PollSelector", selectors.SelectSelector)() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+
 class PsycopgSubscription:
     """Receives the messages of one channel, on psycopg's libpq layer or on a connection of psycopg2.
 
@@ -91,30 +98,33 @@ class PsycopgSubscription:
     only for messages, and sooner.
     """
 
-    def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
-        self._connection, self.ask, self._close = connection, ask, close
+    def __init__(
+        self,
+        connection: Any,
+        channel: str,
+        ask: Ask,
+        close: Close,
+        *,
+        wait: Callable[[Any], object] = lambda answer: answer,
+        readable: Callable[[int, float], bool] = _readable,
+    ) -> None:
+        """`wait` gets what an asynchronous driver's methods return; `readable`: as `_readable`."""
+        self._connection, self.ask, self.close, self._readable = connection, ask, close, readable
         self._notifications: Notifications | Psycopg2Notifications
-        with connection.cursor() as cursor:
-            if hasattr(connection, "pgconn"):
-                self._notifications = Notifications(connection)
-                cursor.execute(begin(channel))
-            else:
-                self._notifications = Psycopg2Notifications(connection)
+        if hasattr(connection, "pgconn"):
+            self._notifications = Notifications(connection)
+            _ = wait(connection.execute(begin(channel)))
+        else:
+            self._notifications = Psycopg2Notifications(connection)
+            with connection.cursor() as cursor:
                 cursor.execute(f"LISTEN {channel}")
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
         heard = self._notifications.heard()  # messages that came with an answer
-        if not heard and self._selector.select(seconds):
+        if not heard and self._readable(self._connection.fileno(), seconds):
             heard = self._notifications.read()
         return heard
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._selector.close()
-        self._close()
 
 
 def subscribed(

@@ -104,7 +104,7 @@ def set_up(
         connection.shutdown_fd = os.dup(connection.descriptor)
         _keep_alive(connection.shutdown_fd)
     if vendor != "sqlite":
-        connection.question = question or partial(_question, connection.raw)
+        connection.question = question or partial(_rows, connection.raw, "SELECT 1")
     from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
 
     def begin() -> None:
@@ -219,18 +219,6 @@ def _ask(raw: Any, sql: str) -> Any:
 
 
 def _rows(raw: Any, sql: str) -> list[Any]:
-    cursor = raw.cursor()
-    try:
+    with contextlib.closing(raw.cursor()) as cursor:
         cursor.execute(sql)
-        return list(cursor.fetchall()) if cursor.description else []
-    finally:
-        cursor.close()
-
-
-def _question(raw: Any) -> None:
-    cursor = raw.cursor()
-    try:
-        cursor.execute("SELECT 1")
-        _ = cursor.fetchall()  # also for a cursor on the server
-    finally:
-        cursor.close()
+        return list(cursor.fetchall()) if cursor.description else []  # all: it may be a cursor on the server

@@ -791,7 +791,7 @@ def test_what_is_refused_on_sqlalchemys_face(
         asyncio.run(enter(lock.begin(holder.engine)))
     if "scoped" not in kind and "maker" in kind:
         with pytest.raises(TypeError, match="scoped_session"):
-            holder.guarded(lock)(print)
+            holder.guarded(lock)(ainside if holder.asynchronous else print)
     if kind in {"session", "scoped_session", "async session"}:
         _ = holder.done(lambda: holder.given.execute(text("SELECT 1")))
         with pytest.raises(InvalidRequestError, match="give begin\\(\\) the sessionmaker"):
