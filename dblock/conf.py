@@ -26,8 +26,17 @@ from dblock.core.validation import (
     valid_ttl,
 )
 from dblock.core.values import TTL, Seconds
+from dblock.operating.history import record
 
 T = TypeVar("T")
+_kept: list[Any] = []
+
+
+def kept(reading: Callable[[], T]) -> Callable[[], T]:
+    """Keep what a function reads from the settings until Django says that they have changed."""
+    found = cache(reading)
+    _kept.append(found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ def given() -> dict[str, Any]:
     return found
 
 
-@cache
+@kept
 def settings() -> Settings:
     """`settings.DBLOCK` with the defaults filled in."""
     found: Any = given()
@@ -83,13 +92,9 @@ def settings() -> Settings:
 
 def _checked(name: str, valid: Callable[[Any, str], T]) -> Callable[[], T]:
     """What returns that setting as `valid` has it. It raises TypeError or ValueError for a bad value."""
-    reading = cache(lambda: valid(getattr(settings(), name), f"DBLOCK[{name!r}]"))
-    _cached.append(reading)
-    return reading
+    return kept(lambda: valid(getattr(settings(), name), f"DBLOCK[{name!r}]"))
 
 
-_cached: list[Any] = [settings]
-"""What is read again when the settings have changed."""
 ttl = _checked("TTL", valid_ttl)
 timeout = _checked("TIMEOUT", valid_timeout)
 slow_wait = _checked("SLOW_WAIT", valid_slow_wait)
@@ -110,14 +115,12 @@ def tables() -> Tables:
 def follow_history() -> None:
     """Have what happens noted, if a history is to be kept."""
     if django_settings.configured and settings().HISTORY:
-        from dblock.operating.history import record  # noqa: PLC0415 - off by default
-
         record()
 
 
 def _changed(*, setting: str, **_: object) -> None:
-    if setting == "DBLOCK":
-        for reading in _cached:
+    if setting in {"DBLOCK", "DATABASE_ROUTERS"}:
+        for reading in _kept:
             reading.cache_clear()
         follow_history()
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from asgiref.sync import sync_to_async
-from django.core.signals import setting_changed
 from django.db import connections, router
 
 from dblock import conf, signals
@@ -122,19 +121,11 @@ def default_alias() -> str:
     return conf.settings().USING or _routed_alias()
 
 
-@functools.cache
+@conf.kept
 def _routed_alias() -> str:
     from dblock.models import Lock as Row  # noqa: PLC0415 - needs the app registry; importing this module must not
 
     return router.db_for_write(Row)
-
-
-def _changed(*, setting: str, **_: object) -> None:
-    if setting == "DATABASE_ROUTERS":
-        _routed_alias.cache_clear()
-
-
-setting_changed.connect(_changed, dispatch_uid="dblock.place")
 
 
 class Both(Blocking):
