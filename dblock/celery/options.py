@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -178,11 +179,8 @@ class Spec:
         The arguments count as a worker sees them: JSON makes lists of tuples, and values of enums.
         """
         args, kwargs = tuple(args or ()), dict(kwargs or {})
-        try:
+        with suppress(EncodeError):  # a call that is no message
             kind, encoding, data = serialize((args, kwargs), task.serializer or task.app.conf.task_serializer)
-        except EncodeError:
-            pass  # a call that is no message
-        else:
             args, kwargs = deserialize(data, kind, encoding, accept=[kind])
         return valid_key(self.make_key(task, *args, **kwargs))
 

@@ -54,6 +54,18 @@ def make_the_schema(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
     schema_editor.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"')
 
 
+def whose() -> list[tuple[str, Any]]:
+    """The columns that say whose a row is."""
+    return [
+        ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
+        ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
+        ("pid", models.IntegerField(verbose_name="process")),
+        ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
+        ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
+        ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+    ]
+
+
 class RunThroughTheEditor(migrations.RunPython):
     """All that the function does goes through the schema editor, so that `sqlmigrate` can print it."""
 
@@ -81,12 +93,7 @@ class Migration(migrations.Migration):
                 ("ttl", models.FloatField(verbose_name="time to live")),
                 ("acquired_at", dblock.models.MomentField(verbose_name="acquired at")),
                 ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
-                ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
-                ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
-                ("pid", models.IntegerField(verbose_name="process")),
-                ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
-                ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
-                ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                *whose(),
                 ("last_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket")),
                 ("served_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket served")),
                 ("revoked_fence", models.BigIntegerField(db_default=0, verbose_name="last fence asked back")),
@@ -129,12 +136,7 @@ class Migration(migrations.Migration):
                 ("lock_key", dblock.models.ExactCharField(max_length=255, verbose_name="key")),
                 ("ticket", models.BigIntegerField(verbose_name="ticket")),
                 ("ttl", models.FloatField(verbose_name="time to live")),
-                ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
-                ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
-                ("pid", models.IntegerField(verbose_name="process")),
-                ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
-                ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
-                ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                *whose(),
                 ("channel", dblock.models.ExactCharField(max_length=63, verbose_name="channel")),
                 (
                     "circle",
@@ -159,12 +161,7 @@ class Migration(migrations.Migration):
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("seconds", models.FloatField(verbose_name="how long")),
                 ("detail", dblock.models.ExactCharField(max_length=255, verbose_name="detail")),
-                ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
-                ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
-                ("pid", models.IntegerField(verbose_name="process")),
-                ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
-                ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
-                ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                *whose(),
                 ("happened_at", dblock.models.MomentField(verbose_name="happened at")),
             ],
             options={

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final, Self
+from unittest import mock
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -179,21 +180,13 @@ def frozen_renewal() -> Generator[None]:
     A lock that is held reads `at_risk` when half of its ttl has passed and `lost` before the end of it, in memory by
     the clock that the test moves, else by the real one.
     """
-    watchdog = runtime.current.watchdog
-    before = vars(watchdog).get("_renew")
 
     def keep_back(_keeper: Any, holds: list[Hold]) -> None:
         for hold in holds:
             hold.lease.reason_if_lost = Reason.UNREACHABLE
 
-    vars(watchdog)["_renew"] = keep_back
-    try:
+    with mock.patch.object(runtime.current.watchdog, "_renew", keep_back):
         yield
-    finally:
-        if before is None:
-            del vars(watchdog)["_renew"]
-        else:
-            vars(watchdog)["_renew"] = before
 
 
 def await_callbacks() -> None:
