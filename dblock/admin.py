@@ -54,7 +54,7 @@ from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo
-from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, shown, state_of
+from dblock.operating.inspector import QUEUED, Inspector, pinned_of, pins_of, pins_shown, shown, state_of
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, named, span
 from dblock.place import default_alias
@@ -340,6 +340,7 @@ class LockAdmin(Inspector):
         if row is not None:
             events = self.history(request, administration.events(store, key))
             waiters = drive(administration.waiters(store, key, QUEUED))
+            shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
@@ -348,7 +349,7 @@ class LockAdmin(Inspector):
                 "may_force_release": self.may(request, "force_release"),
                 "waiters": [shown(each) for each in waiters],
                 "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
-                "shares": holders(key, store),
+                "shares": [shown(each.info) for each in shares],
                 "is_next": state_of(row) == "waiting",
             }
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})

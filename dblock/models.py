@@ -64,10 +64,6 @@ class HistoryField(ExactCharField):
         parameters = super().db_parameters(connection)
         return {**parameters, "collation": None} if connection.vendor == "mysql" else parameters
 
-    def from_db_value(self, value: object, expression: object, connection: BaseDatabaseWrapper) -> str:
-        """As text."""
-        return str(value)
-
 
 class MomentField(_DateTimeField):
     """A moment, which MySQL, MariaDB and SQLite store in UTC, whatever USE_TZ and the TIME_ZONE of the database are.

@@ -21,39 +21,6 @@ Close = Callable[[], None]
 """Closes the connection."""
 
 
-def begin(channel: str) -> str:
-    """The statements that begin to listen, and turn off the conversion of encodings: the session gets bytes.
-
-    Otherwise the server would end the session for a notification that has no equivalent in the session's encoding, or
-    that, in a SQL_ASCII database, is no text of that encoding. Any session of the database can send one.
-    """
-    return f"LISTEN {channel}; SET client_encoding TO SQL_ASCII"
-
-
-class Notifications:
-    """The notifications of a psycopg connection, sync or async; psycopg itself would decode them strictly."""
-
-    def __init__(self, connection: Any) -> None:
-        self._pgconn = connection.pgconn
-        self._encoding = _encoding(self._pgconn.parameter_status(b"server_encoding") or b"")
-        self._meanwhile = meanwhile = deque[bytes]()
-        """Messages that psycopg has read with the answer to a statement."""
-        self._pgconn.notify_handler = lambda message: meanwhile.append(message.extra)
-
-    def heard(self) -> list[str]:
-        """Messages that have been read already."""
-        heard = list(self._meanwhile)
-        self._meanwhile.clear()
-        while (message := self._pgconn.notifies()) is not None:
-            heard.append(message.extra)
-        return [payload.decode(self._encoding, "replace") for payload in heard]
-
-    def read(self) -> list[str]:
-        """Messages that can be read now; raises when the connection has broken."""
-        self._pgconn.consume_input()
-        return self.heard()
-
-
 def _encoding(server: bytes) -> str:
     """Python's name of a server's encoding. In a SQL_ASCII database the lock's sessions write UTF-8."""
     from psycopg import NotSupportedError  # noqa: PLC0415 - only where it is in use
@@ -64,24 +31,6 @@ def _encoding(server: bytes) -> str:
     except NotSupportedError:
         name = "ascii"
     return "utf-8" if name == "ascii" else name
-
-
-class Psycopg2Notifications:
-    """The notifications of a psycopg2 connection."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def heard(self) -> list[str]:
-        """Messages that have been read already."""
-        heard = [message.payload for message in self._connection.notifies]
-        self._connection.notifies.clear()
-        return heard
-
-    def read(self) -> list[str]:
-        """Messages that can be read now; raises when the connection has broken."""
-        self._connection.poll()
-        return self.heard()
 
 
 def _readable(descriptor: int, seconds: float) -> bool:
@@ -110,21 +59,38 @@ class PsycopgSubscription:
     ) -> None:
         """`wait` gets what an asynchronous driver's methods return; `readable`: as `_readable`."""
         self._connection, self.ask, self.close, self._readable = connection, ask, close, readable
-        self._notifications: Notifications | Psycopg2Notifications
-        if hasattr(connection, "pgconn"):
-            self._notifications = Notifications(connection)
-            _ = wait(connection.execute(begin(channel)))
-        else:
-            self._notifications = Psycopg2Notifications(connection)
+        self._meanwhile = meanwhile = deque[bytes]()
+        """Messages that psycopg has read with the answer to a statement."""
+        self._pgconn = getattr(connection, "pgconn", None)
+        if self._pgconn is None:  # psycopg2
             with connection.cursor() as cursor:
                 cursor.execute(f"LISTEN {channel}")
+            return
+        self._encoding = _encoding(self._pgconn.parameter_status(b"server_encoding") or b"")
+        self._pgconn.notify_handler = lambda message: meanwhile.append(message.extra)
+        # Without conversion the session gets bytes. Else the server would end it for a notification, which any session
+        # can send, that has no equivalent in its encoding, or that, in a SQL_ASCII database, is no text of that.
+        _ = wait(connection.execute(f"LISTEN {channel}; SET client_encoding TO SQL_ASCII"))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
-        heard = self._notifications.heard()  # messages that came with an answer
+        heard = self._heard()  # messages that came with an answer
         if not heard and self._readable(self._connection.fileno(), seconds):
-            heard = self._notifications.read()
+            _ = self._connection.poll() if self._pgconn is None else self._pgconn.consume_input()
+            heard = self._heard()
         return heard
+
+    def _heard(self) -> list[str]:
+        """Messages that have been read; psycopg itself would decode them strictly."""
+        if self._pgconn is None:
+            heard = [message.payload for message in self._connection.notifies]
+            self._connection.notifies.clear()
+            return heard
+        found = list(self._meanwhile)
+        self._meanwhile.clear()
+        while (message := self._pgconn.notifies()) is not None:
+            found.append(message.extra)
+        return [payload.decode(self._encoding, "replace") for payload in found]
 
 
 def subscribed(

@@ -29,7 +29,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH
-from dblock.core.values import SHARE, LockInfo
+from dblock.core.values import LockInfo
 from dblock.core.worker import start
 from dblock.kinds import reap
 from dblock.models import Lock
@@ -39,14 +39,10 @@ from dblock.operating.pins import pinned
 from dblock.operating.timeline import told
 from dblock.operating.wording import named, pin_told, span
 from dblock.place import default_alias
-from dblock.store import DjangoStore, store_for
+from dblock.store import store_for
 
 if TYPE_CHECKING:
     from django.utils.functional import _StrPromise as StrPromise
-
-    _ModelAdmin = admin.ModelAdmin[Lock]
-else:
-    _ModelAdmin = admin.ModelAdmin
 
 REQUEST = 3.0
 """Seconds for which a request waits until all is tidied up."""
@@ -118,7 +114,7 @@ REVOKE: Final = Ending(
 )
 
 
-class Inspector(_ModelAdmin):
+class Inspector(admin.ModelAdmin):  # type: ignore[type-arg]
     """The pages beside the list and the details."""
 
     def get_urls(self) -> list[URLPattern]:
@@ -297,12 +293,6 @@ def pins_shown(pinned: Pinned) -> SafeString:
     line = '<div class="dblock-pin">{}. {} <code>{}</code></div>'
     lines = format_html_join("", line, [(pin_told(pin), _("To end it:"), printable(pin.end)) for pin in pinned.pins])
     return format_html("{}{}", lines, pinned.hidden and _(pinned.hidden))
-
-
-def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:
-    """The readers or permits of a key, as the template shows them."""
-    shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
-    return [shown(share.info) for share in shares]
 
 
 def shown(row: LockInfo | WaiterInfo) -> dict[str, Any]:
