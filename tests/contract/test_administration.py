@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,27 +14,25 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
 from dblock.operating import administration
-from tests.conftest import SELDOM, timed
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import SELDOM, observer, timed
 from tests.support.lab import remaining, renew, renewed, until
-from tests.support.subjects import EVERY, Actor, Subject, twin
+from tests.support.subjects import Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
 
 
-def beside(subject: Subject) -> Subject:
-    """The same database, by a stranger."""
-    return next(
-        each
-        for each in EVERY
-        if (each.variant, each.face) == ("sqlalchemy", "sync") and each.database == subject.database
-    )
-
-
 class Desk:
-    """The administrator of the locks of a subject's database."""
+    """The administrator of the locks of a subject's database, who is a stranger to all of them."""
 
     def __init__(self, subject: Subject) -> None:
-        self.store: Any = beside(subject).lock("k")._place.store()
+        self.engine = observer(subject.database)
+        self.store = store_for(self.engine)
+
+    def lock(self, key: str) -> Any:
+        """A lock of another engine's."""
+        return db_lock(self.engine, key, ttl=60)
 
     def force(self, key: str, fence: int, words: str = "root: stuck") -> bool:
         return drive(administration.force_release(self.store, key, fence, words))
@@ -58,45 +55,43 @@ def desk(subject: Subject) -> Desk:
 # -- ending a tenure
 
 
-def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(either: Subject, actors: Actors, desk: Desk) -> None:
+def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(either: Subject, actor: Actor, desk: Desk) -> None:
     """At its next renewal; entered twice, too, and it leaves the key alone afterwards."""
-    [holder] = actors(1)
     told: list[Reason] = []
     lock = either.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason))
-    holder.call(lock, "acquire")
-    holder.call(lock, "acquire")
-    assert desk.force("k", holder.get(lock, "fence"), "root: it hangs in a dialogue")
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")
+    assert desk.force("k", actor.get(lock, "fence"), "root: it hangs in a dialogue")
     assert either.row("k")["owner"] is None
     assert until(lambda: told == [Reason.FREED], 5)
     with pytest.raises(LockLost, match=r"freed by somebody \(root: it hangs in a dialogue\)$"):
-        holder.call(lock, "verify")
+        actor.call(lock, "verify")
     for _ in range(2):
         with pytest.raises(LockLost, match="dialogue") as caught:
-            holder.call(lock, "release")
+            actor.call(lock, "release")
         assert caught.value.reason is Reason.FREED
 
 
 def test_the_next_waiter_is_served(
-    protocol: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actor: Actor, other: Actor, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by a notification, though the lease would last on. The holder learns who did it, and who has the key."""
-    holder, heir = actors(2)
     timed(monkeypatch, **SELDOM)
     lock, later = protocol.lock("k", ttl=9), protocol.lock("k", timeout=30)
-    holder.call(lock, "acquire")
-    fence = holder.get(lock, "fence")
-    waiting = heir.begin(later, "acquire")
+    actor.call(lock, "acquire")
+    fence = actor.get(lock, "fence")
+    waiting = other.begin(later, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
     assert desk.force("k", fence)
     assert waiting.result(7)  # the lease would have lasted for longer
     renew()
-    assert until(lambda: holder.get(lock, "state") == "lost", 10)
+    assert until(lambda: actor.get(lock, "state") == "lost", 10)
     with pytest.raises(LockLost, match=r"root: stuck.*taken over by") as caught:
-        holder.call(lock, "release")
+        actor.call(lock, "release")
     assert caught.value.reason is Reason.FREED
     assert caught.value.holder is not None
-    assert heir.call(later, "verify"), "and what the first one did since left it alone"
-    heir.call(later, "release")
+    assert other.call(later, "verify"), "and what the first one did since left it alone"
+    other.call(later, "release")
 
 
 def test_only_the_tenure_that_was_named_ends(sync_protocol: Subject, desk: Desk) -> None:
@@ -146,33 +141,31 @@ def test_an_answer_that_is_lost_is_looked_up(
     sync_protocol: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended is ended; where it may not have been, the error is told."""
-    execute = type(desk.store).execute
+    execute, executed = desk.store.execute, [False]
 
-    def cut(store: Any, step: Execute, *, after: bool) -> Any:
+    def cut(step: Execute) -> Any:
         if step.statement.name != "free":
-            return execute(store, step)
-        if after:
-            execute(store, step)
+            return execute(step)
+        if executed[0]:
+            execute(step)
         raise StoreUnanswered("cut")
 
+    monkeypatch.setattr(desk.store, "execute", cut)
     with pytest.raises(LockLost, match="root: stuck"), sync_protocol.lock("k", ttl=600) as lock:
-        monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=False)))
         with pytest.raises(StoreUnanswered):
             desk.force("k", lock.fence)
         assert lock.verify()
-        monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=True)))
+        executed[0] = True
         assert desk.force("k", lock.fence)
-        monkeypatch.undo()
 
 
 def test_observers_are_told(either: Subject, desk: Desk) -> None:
     """What was done, by whom and why; nothing of what was not."""
     told: list[Event] = []
     stop = observe(told.append, Kind.FORCED)
-    other = beside(either).lock("k", ttl=600)
-    with pytest.raises(LockLost), other:
+    with pytest.raises(LockLost), desk.lock("k") as lock:
         assert not desk.force("k", 7)
-        assert desk.force("k", other.fence, "root: enough")
+        assert desk.force("k", lock.fence, "root: enough")
     stop()
     [event] = told
     assert (event.key, event.reason) == ("k", "root: enough")
@@ -183,30 +176,29 @@ def test_observers_are_told(either: Subject, desk: Desk) -> None:
 
 
 def test_the_holder_is_asked_and_keeps_it_until_it_releases(
-    protocol: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actor: Actor, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within about a second (here less), though a third of its ttl is ten; once. All but check() goes on as before."""
     timed(monkeypatch, attention=0.2)
-    [holder] = actors(1)
     asked: list[tuple[str, str]] = []
     lock = protocol.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words)))
-    holder.call(lock, "acquire")
-    fence = holder.get(lock, "fence")
+    actor.call(lock, "acquire")
+    fence = actor.get(lock, "fence")
     assert desk.revoke("k", fence, "root: deploying")
     assert until(lambda: asked, 5)
-    assert holder.get(lock, "revoked") == "root: deploying"
+    assert actor.get(lock, "revoked") == "root: deploying"
     with pytest.raises(LockRevoked, match="root: deploying"):
-        holder.do(lock.check)
-    assert holder.call(lock, "verify")
-    holder.call(lock, "extend", 40)
+        actor.do(lock.check)
+    assert actor.call(lock, "verify")
+    actor.call(lock, "extend", 40)
     before = protocol.row("k")["expires_at"]
     assert until(lambda: protocol.row("k")["expires_at"] > before, 5), "and it is renewed on"
-    holder.call(lock, "release")
+    actor.call(lock, "release")
     assert asked == [("k", "root: deploying")]
-    holder.call(lock, "acquire")
-    assert holder.get(lock, "revoked") is None, "the next tenure was not asked back"
-    holder.do(lock.check)
-    holder.call(lock, "release")
+    actor.call(lock, "acquire")
+    assert actor.get(lock, "revoked") is None, "the next tenure was not asked back"
+    actor.do(lock.check)
+    actor.call(lock, "release")
 
 
 def test_without_a_callback_check_tells_it_after_the_next_renewal(sync_protocol: Subject, desk: Desk) -> None:
@@ -215,15 +207,9 @@ def test_without_a_callback_check_tells_it_after_the_next_renewal(sync_protocol:
         assert desk.revoke("k", lock.fence)
         lock.check()
         renew()
-
-        def asked() -> bool:
-            try:
-                lock.check()
-            except LockRevoked:
-                return True
-            return False
-
-        assert until(asked, 5)
+        assert until(lambda: lock.revoked, 5)
+        with pytest.raises(LockRevoked):
+            lock.check()
         other.check()
         assert renewed(sync_protocol)
         assert other.revoked is None
@@ -240,17 +226,9 @@ def test_only_a_tenure_that_lives_is_asked(sync_protocol: Subject, desk: Desk) -
         lock.extend(0.1)
         assert until(lambda: remaining(sync_protocol) < 0)
         assert not desk.revoke("k", lock.fence)
-        with beside(sync_protocol).lock("k", ttl=60):
+        with desk.lock("k"):
             lock.verify()
     assert caught.value.reason is Reason.TAKEN_OVER
-
-
-def test_on_revoke_needs_renewals(either: Subject) -> None:
-    """They are how it is heard of."""
-    with pytest.raises(ValueError, match="on_revoke"):
-        either.lock("k", renew=False, on_revoke=print)
-    with pytest.raises(TypeError, match="on_revoke"):
-        either.lock("k", on_revoke="print")
 
 
 # -- seeing

@@ -40,7 +40,10 @@ def test_minus_one_waits_for_ever(either: Subject, actor: Actor, other: Actor) -
 
 
 def test_unknown_options_are_answered(face: Subject) -> None:
-    """With the nearest of ours, if one is near, and with all of them; no private name is in it."""
+    """With the nearest of ours, if one is near, and with all of them; no private name is in it.
+
+    A second argument is none: in other libraries that is the ttl, or the timeout.
+    """
     for name, hint in {"time_out": "timeout", "on_loss": "on_lost", "zzz": ""}.items():
         with pytest.raises(TypeError) as caught:
             face.lock("k", **{name: 5})
@@ -51,19 +54,19 @@ def test_unknown_options_are_answered(face: Subject) -> None:
         assert ("using" if face.variant == "django" else "session") in message
         assert ("session" if face.variant == "django" else "using") not in message
         assert "__" not in message
-
-
-def test_options_without_a_name(face: Subject) -> None:
-    """In other libraries the ttl comes second, or the timeout: here neither."""
     with pytest.raises(TypeError, match="say ttl= or timeout= for 30$"):
         face.api("db_lock", "k", 30)
 
 
-def test_contradictions_are_refused(either: Subject) -> None:
-    """An end of a renewal that there is not."""
+def test_options_of_renewals_need_renewals(either: Subject) -> None:
+    """`max_hold` says when they end, and a holder learns by them that it is asked back."""
     with pytest.raises(ValueError, match="max_hold says when renewal ends, and with renew=False there is none"):
         either.lock("k", renew=False, max_hold=3)
     either.lock("k", renew=False, max_hold=None)
+    with pytest.raises(ValueError, match="on_revoke"):
+        either.lock("k", renew=False, on_revoke=print)
+    with pytest.raises(TypeError, match="on_revoke"):
+        either.lock("k", on_revoke="print")
 
 
 # -- decorators
@@ -121,19 +124,22 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
     """`async with attach(...)`, `async with await attach(...)` and `await attach(...)` are all good."""
     lock = async_face.lock("k")
 
+    def seen(attached: Any) -> tuple[int, bool]:
+        return attached.fence, async_face.row("k")["owner"] is not None
+
     async def directly() -> Any:
         async with async_face.api("attach", token) as same:
             assert len(same._blocks) == 1  # which may end elsewhere, as others
-            return same.fence, async_face.row("k")["owner"] is not None
+            return seen(same)
 
     async def awaited() -> Any:
         async with await async_face.api("attach", token) as same:
-            return same.fence, async_face.row("k")["owner"] is not None
+            return seen(same)
 
     async def by_hand() -> Any:
         same = await async_face.api("attach", token)
-        found = same.fence, async_face.row("k")["owner"] is not None
-        await getattr(same, async_face.method("release"))()
+        found = seen(same)
+        await async_face.ask(same, "release")
         return found
 
     for way in (directly, awaited, by_hand):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
-from tests.conftest import run
 from tests.contract.test_administration import Desk, desk
+from tests.contract.test_queue import LATER
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
@@ -116,8 +115,8 @@ def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, capl
     actor.call(lock, "acquire")
     assert desk.force(KEY, actor.get(lock, "fence"), WORDS)
     foreign(protocol)
-    protocol.run("UPDATE locks SET owner = 'stranger', fence = fence + 5, count = 1")
-    protocol.run(f"UPDATE locks SET expires_at = {_LATER[protocol.database]}")
+    taken = f"owner = 'stranger', fence = fence + 5, count = 1, expires_at = {LATER[protocol.database]}"
+    protocol.run(f"UPDATE locks SET {taken}", seconds=3600)
     assert until(lambda: actor.get(lock, "state") == "lost", 10)
     error = refused(LockLost, lambda: actor.call(lock, "release"))
     assert isinstance(error, LockLost)
@@ -127,40 +126,17 @@ def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, capl
     assert FRIENDLY in logged(caplog, "lost the lease")[0]
 
 
-_LATER = {
-    "sqlite": "datetime('now', '+1 hour')",
-    "postgresql": "now() + interval '1 hour'",
-    **dict.fromkeys(("mariadb", "mysql"), "UTC_TIMESTAMP(6) + INTERVAL 1 HOUR"),
-}
-
-
-def test_what_the_database_says(protocol: Subject, actor: Actor) -> None:
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
+def test_what_the_database_says(subject: Subject, actor: Actor) -> None:
     """An error of the server with a stranger's text in it, of a trigger for example."""
-    friendly = FRIENDLY.partition("😀")[0]  # MySQL says ? for it, and takes 128 characters
-    said = f"{friendly} \x1b[31m \x9b \u202e \u2066 \u2028 \r"
-    lock = protocol.lock(KEY)
-    with _trigger(protocol.database, said):
-        error = refused(LockStoreError, lambda: actor.call(lock, "acquire"))
-    assert friendly in str(error)
-
-
-@contextlib.contextmanager
-def _trigger(database: str, words: str) -> Iterator[None]:
-    if database == "postgresql":
-        body = f"RAISE EXCEPTION USING MESSAGE = '{words}', DETAIL = '{words}'"
-        run(database, f"CREATE FUNCTION rude() RETURNS trigger AS $$ BEGIN {body}; END $$ LANGUAGE plpgsql")
-        run(database, "CREATE TRIGGER rude BEFORE INSERT ON locks FOR EACH ROW EXECUTE FUNCTION rude()")
-    elif database == "sqlite":
-        run(database, f"CREATE TRIGGER rude BEFORE INSERT ON locks BEGIN SELECT RAISE(ABORT, '{words}'); END")
-    else:
-        body = f"SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = '{words}'"
-        run(database, f"CREATE TRIGGER rude BEFORE INSERT ON locks FOR EACH ROW {body}")
+    body = f"RAISE EXCEPTION USING MESSAGE = '{WORDS}', DETAIL = '{WORDS}'"
+    subject.run(f"CREATE FUNCTION rude() RETURNS trigger AS $$ BEGIN {body}; END $$ LANGUAGE plpgsql")
+    subject.run("CREATE TRIGGER rude BEFORE INSERT ON locks FOR EACH ROW EXECUTE FUNCTION rude()")
     try:
-        yield
+        error = refused(LockStoreError, lambda: actor.call(subject.lock(KEY), "acquire"))
     finally:
-        run(database, f"DROP TRIGGER rude{' ON locks' if database == 'postgresql' else ''}")
-        if database == "postgresql":
-            run(database, "DROP FUNCTION rude()")
+        subject.run("DROP FUNCTION rude() CASCADE")
+    assert FRIENDLY in str(error)
 
 
 def test_what_is_no_key(either: Subject) -> None:

@@ -22,7 +22,7 @@ from dblock.operating import administration, history
 from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, ready, run, timed
+from tests.conftest import observer, run, timed
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
 from tests.support.lab import expire, renew, until
@@ -30,23 +30,9 @@ from tests.support.subjects import Actor, Subject
 
 
 @pytest.fixture
-def either(either: Subject) -> Iterator[Subject]:
+def subject(subject: Subject) -> Iterator[Subject]:
     """With a history."""
-    with kept(either, 1000) as own:
-        yield own
-
-
-@pytest.fixture
-def protocol(protocol: Subject) -> Iterator[Subject]:
-    """With a history."""
-    with kept(protocol, 1000) as own:
-        yield own
-
-
-@pytest.fixture
-def sync_protocol(sync_protocol: Subject) -> Iterator[Subject]:
-    """With a history."""
-    with kept(sync_protocol, 1000) as own:
+    with kept(subject, 1000) as own:
         yield own
 
 
@@ -88,52 +74,46 @@ def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
     return events()
 
 
-def brief(events: list[EventInfo]) -> list[tuple[str, str]]:
-    return [(event.kind, event.detail) for event in events]
-
-
-@pytest.mark.usefixtures("soon")
-def test_what_became_of_a_lock(
-    either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]
-) -> None:
+@pytest.mark.usefixtures("either", "soon")
+def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
-    lock = either.lock("k", label="tea")
-    began = time.monotonic()
+    actor, other, third = actors(3)
+    lock, began = subject.lock("k", label="tea"), time.monotonic()
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")  # nobody else's business
     fence = actor.get(lock, "fence")
-    assert not other.call(either.lock("k"), "acquire", timeout=0)
-    [third] = actors(1)
-    waiting = third.begin(either.lock("k"), "acquire", timeout=30)
-    assert until(lambda: waiters(either), 10)
+    assert not other.call(subject.lock("k"), "acquire", timeout=0)
+    waiting = third.begin(subject.lock("k"), "acquire", timeout=30)
+    assert until(lambda: waiters(subject), 10)
     time.sleep(0.2)
     for _ in range(2):
         actor.call(lock, "release")
     assert waiting.result(30)
-    took, gave_up, left, next_ = sorted(written(either, 4), key=lambda event: (event.fence > fence, -event.age))
-    assert brief([took, gave_up, left]) == [("acquired", "at_once"), ("gave_up", "timeout"), ("released", "released")]
+    took, gave_up, left, next_ = sorted(written(subject, 4), key=lambda event: (event.fence > fence, -event.age))
+    told = [(event.kind, event.detail) for event in (took, gave_up, left)]
+    assert told == [("acquired", "at_once"), ("gave_up", "timeout"), ("released", "released")]
     assert (next_.kind, next_.detail in {"waited", "handed_over"}) == ("acquired", True)
     assert (took.fence, left.fence, gave_up.fence, next_.fence > fence) == (fence, fence, 0, True)
     assert (took.label, left.label, next_.label) == ("tea", "tea", "")
     assert all(event.identity.pid == os.getpid() for event in (took, gave_up, left, next_))
     assert took.identity == left.identity != gave_up.identity
     assert 0.2 <= left.seconds <= took.age - left.age + 1
-    third.call(either.lock("k"), "release")
+    third.call(subject.lock("k"), "release")
     assert 0.1 <= next_.seconds < 30
     assert 0 <= left.age <= gave_up.age <= took.age <= time.monotonic() - began + 0.01
 
 
-@pytest.mark.usefixtures("soon")
-def test_what_went_wrong_with_it(sync_protocol: Subject, actor: Actor) -> None:
+@pytest.mark.usefixtures("sync_protocol", "soon")
+def test_what_went_wrong_with_it(subject: Subject, actor: Actor) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = sync_protocol.lock("k", ttl=30)
+    lost = subject.lock("k", ttl=30)
     actor.call(lost, "acquire")
-    expire(sync_protocol)
+    expire(subject)
     store = lost._place.store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))
     renew()
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
-    acquired, *more = written(sync_protocol, 3)
+    acquired, *more = written(subject, 3)
     assert sorted(event.kind for event in more) == ["forced", "lost"]
     for event in more:
         assert event.fence == acquired.fence
@@ -158,25 +138,26 @@ def test_a_tenure_has_ended_before_the_next_began() -> None:
         ]
 
 
-@pytest.mark.usefixtures("soon")
-def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("protocol", "soon")
+def test_a_busy_key_leaves_room_for_others(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
     monkeypatch.setattr(history, "OF_KEY", 4)
     assert until(lambda: not runtime.current.watchdog._unfinished, 10)
     with monkeypatch.context() as patch:
         patch.setattr(history.Histories, "begin", lambda *_, **__: iter(()))  # nothing is written meanwhile
         for _ in range(5):
-            actor.within(protocol.lock("busy"))
-        actor.within(protocol.lock("k"))
-    assert [event.kind for event in written(protocol, 2)] == ["acquired", "released"]
-    busy = written(protocol, 5, "busy")
+            actor.within(subject.lock("busy"))
+        actor.within(subject.lock("k"))
+    assert [event.kind for event in written(subject, 2)] == ["acquired", "released"]
+    busy = written(subject, 5, "busy")
     assert [event.kind for event in busy] == ["acquired", "released", "acquired", "released", "omitted"]
     assert busy[-1].detail == "6"
 
 
-def test_the_table_is_bounded(protocol: Subject) -> None:
+@pytest.mark.usefixtures("protocol")
+def test_the_table_is_bounded(subject: Subject) -> None:
     """Old rows are deleted as new ones are written."""
-    with kept(protocol, 20) as own:
+    with kept(subject, 20) as own:
         actor = Actor(own)
         for number in range(60):
             actor.within(own.lock(f"k{number}"))
@@ -190,7 +171,8 @@ def test_the_table_is_bounded(protocol: Subject) -> None:
         actor.close()
 
 
-def test_a_process_that_ends_at_once(sync_protocol: Subject) -> None:
+@pytest.mark.usefixtures("sync_protocol")
+def test_a_process_that_ends_at_once(subject: Subject) -> None:
     """What has happened in it is written before."""
     given = "DBLOCK={'HISTORY': 100}"
     body = f"""
@@ -202,55 +184,59 @@ with subject.lock("k"):
     pass
 subject.lock("k").acquire()
 """
-    process(sync_protocol, body)
-    assert [event.kind for event in written(sync_protocol, 3)] == ["acquired", "released", "acquired"]
+    process(subject, body)
+    assert [event.kind for event in written(subject, 3)] == ["acquired", "released", "acquired"]
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("protocol", "soon")
 def test_it_keeps_no_lock_from_working(
-    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What cannot be written is dropped, and the log says why."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        yield Sleep(protocol.lock("k")._place.store(), 0)
+        yield Sleep(subject.lock("k")._place.store(), 0)
         raise LockStoreError("no such table")
 
     with monkeypatch.context() as patched:
         patched.setattr(history, "ask", refuse)
-        actor.within(protocol.lock("k"))
+        actor.within(subject.lock("k"))
         assert until(lambda: "could not write the history of locks: no such table" in caplog.text, 10)
         assert until(lambda: not runtime.current.watchdog._unfinished, 10)
-    actor.within(protocol.lock("k"))
-    assert len(written(protocol, 2)) == 2
+    actor.within(subject.lock("k"))
+    assert len(written(subject, 2)) == 2
+
+
+def at(*cells: str) -> Any:
+    """Each of these cells."""
+    return pytest.mark.parametrize("subject", [Subject(*each.split()) for each in cells], indirect=True, ids=str)
 
 
 @pytest.mark.usefixtures("soon")
-def test_what_could_not_be_begun(sqlite: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@at("sqlalchemy sync sqlite")
+def test_what_could_not_be_begun(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread to be had that once: it is written later, as is what comes then."""
-    with kept(Subject("sqlalchemy", "sync", "sqlite"), 1000) as own:
-        start, refused = threading.Thread.start, list[str]()
+    start, refused = threading.Thread.start, list[str]()
 
-        def refuse(self: threading.Thread) -> None:
-            if self.name == "dblock housekeeping" and not refused:
-                refused.append(self.name)
-                raise RuntimeError("can't start new thread")
-            start(self)
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "dblock housekeeping" and not refused:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
 
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with db_lock(own.engine, "k"):
-            assert until(lambda: refused, 10)
-        assert until(lambda: not runtime.current.watchdog._unfinished, 10)
-        with db_lock(own.engine, "k"):
-            pass
-        assert [event.kind for event in written(own, 4)] == ["acquired", "released"] * 2
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with subject.lock("k"):
+        assert until(lambda: refused, 10)
+    assert until(lambda: not runtime.current.watchdog._unfinished, 10)
+    with subject.lock("k"):
+        pass
+    assert [event.kind for event in written(subject, 4)] == ["acquired", "released"] * 2
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_an_event_loop_that_ends_at_once(postgresql: object, driver: str) -> None:
+@at("sqlalchemy async postgresql psycopg", "sqlalchemy async postgresql asyncpg")
+def test_an_event_loop_that_ends_at_once(subject: Subject) -> None:
     """A script with `asyncio.run`, three times: nothing is lost, and no driver complains."""
-    with kept(Subject("sqlalchemy", "async", "postgresql", driver), 1000) as own:
-        body = """
+    body = """
 import asyncio
 sys.stderr = sys.stdout
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -263,15 +249,14 @@ async def once():
 for _ in range(3):
     asyncio.run(once())
 """
-        assert process(own, body) == ""
-        assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
+    assert process(subject, body) == ""
+    assert [event.kind for event in written(subject, 6)] == ["acquired", "released"] * 3
 
 
-def test_a_forked_child_writes_what_it_has_done_itself(request: pytest.FixtureRequest) -> None:
+@at("sqlalchemy sync postgresql")  # SQLite's library does not like a fork while another thread is in it
+def test_a_forked_child_writes_what_it_has_done_itself(subject: Subject) -> None:
     """And not once more what its parent has."""
-    ready(request, "postgresql")  # SQLite's library does not like a fork while another thread is in it
-    with kept(Subject("sqlalchemy", "sync", "postgresql"), 1000) as own:
-        body = """
+    body = """
 import os
 subject.__dict__["engine"] = subject.engine.execution_options(dblock_history=100)
 with subject.lock("k", label="parent"):
@@ -282,9 +267,9 @@ with subject.lock("k", label="child" if child == 0 else "parent"):
 if child:
     os.waitpid(child, 0)
 """
-        process(own, body)
-        labels = sorted(event.label for event in written(own, 6))
-        assert labels == ["child"] * 2 + ["parent"] * 4
+    process(subject, body)
+    labels = sorted(event.label for event in written(subject, 6))
+    assert labels == ["child"] * 2 + ["parent"] * 4
 
 
 def test_what_is_no_number_of_events() -> None:

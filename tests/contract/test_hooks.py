@@ -37,7 +37,7 @@ ASYNC_SQLALCHEMY = SQLALCHEMY.replace("create_engine", "create_async_engine").re
 SYNC_BODY = """
 with lock("free"):
     pass
-# in between
+{between}
 try:
     with lock("pinned", timeout=0.3):
         pass
@@ -61,34 +61,24 @@ if os.fork():
     os.wait()
     raise SystemExit
 """
+PROCESSES = {
+    "django": DJANGO + SYNC_BODY.format(between=""),
+    "sqlalchemy with await": ASYNC_SQLALCHEMY + ASYNC_BODY,
+    "sqlalchemy in a forked child": SQLALCHEMY + SYNC_BODY.format(between=FORKED),
+}
+"""Both faces of a framework have their hooks from the same module."""
 
 
-@pytest.mark.parametrize(
-    ("face", "between", "body"),
-    [
-        (DJANGO, "", SYNC_BODY),
-        (DJANGO, "", ASYNC_BODY),
-        (SQLALCHEMY, "", SYNC_BODY),
-        (ASYNC_SQLALCHEMY, "", ASYNC_BODY),
-        (SQLALCHEMY, FORKED, SYNC_BODY),
-    ],
-    ids=[
-        "django",
-        "django with await",
-        "sqlalchemy",
-        "sqlalchemy with await",
-        "sqlalchemy in a forked child",
-    ],
-)
-def test_a_process_that_only_locks(postgresql: object, face: str, between: str, body: str) -> None:
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_that_only_locks(postgresql: object, process: str) -> None:
     """It imports `db_lock` and nothing of `dblock.operating`."""
     run("postgresql", "DELETE FROM lock_events")
-    address = url("postgresql", "asyncpg" if face == ASYNC_SQLALCHEMY else "")
-    begin = face.format(default=settings.DATABASES["postgresql"], url=address)
+    address = url("postgresql", "asyncpg" if process == "sqlalchemy with await" else "")
+    code = PROCESSES[process].format(default=settings.DATABASES["postgresql"], url=address)
     environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     with hung("postgresql", "pinned") as (_, session):
         done = subprocess.run(
-            [sys.executable, "-c", begin + body.replace("# in between", between)],
+            [sys.executable, "-c", code],
             cwd=ROOT,
             env=environment,
             capture_output=True,
