@@ -6,6 +6,7 @@ And a thread of a pool is not one owner for all who run something in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -43,6 +44,11 @@ def leave(subject: Subject, lock: Any) -> Callable[[], Any]:
     return lambda: end(None, None, None)
 
 
+def tenures(subject: Subject) -> set[Any]:
+    """All that is held."""
+    return set(subject.run("SELECT lock_key, fence FROM locks WHERE owner IS NOT NULL"))
+
+
 def test_a_block_may_end_elsewhere(
     either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,26 +82,29 @@ def test_its_other_entries_stay_where_they_are(either: Subject, actor: Actor, ot
     assert either.row("k")["owner"] is None
 
 
-def test_its_loss_is_told_elsewhere(either: Subject, actor: Actor, other: Actor) -> None:
-    """By the object, and by its end."""
-    lock = either.lock("k", ttl=0.6)
-    actor.do(enter(either, lock))
-    either.run("DELETE FROM locks")
-    assert until(lambda: other.get(lock, "state") == "lost", 15)
-    with pytest.raises(LockLost):
-        other.do(lock.check)
-    with pytest.raises(LockLost):
-        other.do(leave(either, lock))
-    assert other.get(lock, "state") is None
+ENDS: dict[str, type[LockError] | None] = {"lost": LockLost, "released": LockNotHeld, "detached": None}
 
 
-def test_what_was_handed_over_is_left_elsewhere_without_a_word(either: Subject, actor: Actor, other: Actor) -> None:
-    """As in its own flow."""
-    lock = either.lock("k", ttl=30)
-    actor.do(enter(either, lock))
-    actor.call(lock, "detach")
-    other.do(leave(either, lock))
-    assert either.row("k")["owner"] is not None
+@pytest.mark.parametrize("how", ENDS)
+def test_an_end_elsewhere_says_what_it_says_in_its_own_flow(
+    either: Subject, actor: Actor, other: Actor, how: str
+) -> None:
+    """That the lock was lost meanwhile, or released by hand already; of a lock that was handed over nothing."""
+    for key, last in (("a", actor), ("b", other)):
+        lock = either.lock(key, ttl=0.6 if how == "lost" else 30)
+        actor.do(enter(either, lock))
+        if how == "lost":
+            either.run("DELETE FROM locks")
+            assert until(lambda: other.get(lock, "state") == "lost", 15)  # noqa: B023 - called here
+            with pytest.raises(LockLost):
+                other.do(lock.check)
+        else:
+            actor.call(lock, {"released": "release", "detached": "detach"}[how])
+        error = ENDS[how]
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            last.do(leave(either, lock))
+        assert last.get(lock, "state") is None
+        assert (key in {held for held, _ in tenures(either)}) is (how == "detached")
 
 
 def test_two_blocks_of_one_object_cannot_be_told_apart(either: Subject, actor: Actor, other: Actor) -> None:
@@ -132,11 +141,6 @@ SHARED: dict[str, Callable[[Subject], Any]] = {
     "the locks of readers": lambda subject: several(subject, rwlock(subject, "a").read(), rwlock(subject, "b").read()),
 }
 """Objects of which several flows may have a block open."""
-
-
-def tenures(subject: Subject) -> set[Any]:
-    """All that is held."""
-    return set(subject.run("SELECT lock_key, fence FROM locks WHERE owner IS NOT NULL"))
 
 
 @pytest.mark.parametrize("what", SHARED)
@@ -236,73 +240,59 @@ ORDERS = [order for order in sorted(set(permutations("001122"))) if order.index(
 """Of the beginnings and ends of three blocks, of which the two that others begin are alike."""
 
 
+def by_calls(made: Any) -> Callable[[], Any]:
+    """Begin a block by its methods; how to end it."""
+    made.__enter__()
+    return partial(made.__exit__, None, None, None)
+
+
+def by_generator(made: Any) -> Callable[[], Any]:
+    """Begin it as FastAPI does; how to end it."""
+
+    def body() -> Iterator[None]:
+        with made:
+            yield
+
+    generator = body()
+    next(generator)
+    return partial(next, generator, None)
+
+
+BEGUN = [(by_calls, what) for what in SHARED if what != "the locks of readers"]
+if sys.version_info < (3, 14):  # since then the block of a `with` has no end of its own (see dblock.core.lock.blocks)
+    BEGUN += [(by_generator, what) for what in SHARED]
+
+
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
-@pytest.mark.parametrize("what", ["a semaphore", "the lock of a reader"])
-def test_all_orders_of_blocks_in_a_pool(subject: Subject, what: str) -> None:
+@pytest.mark.parametrize(("begin", "what"), BEGUN)
+def test_all_orders_of_blocks_in_a_pool(subject: Subject, begin: Callable[[Any], Callable[[], Any]], what: str) -> None:
     """One flow begins and ends a block itself; of two others each call has a context of its own, as AnyIO has it.
 
-    While a body has not ended, its tenure is held: an end leaves its own, or is refused.
+    While a body has not ended, its tenure is held: an end leaves its own, or is refused. The end of a `with` leaves its
+    own in whatever context it runs, and is never refused.
     """
     for order in ORDERS:
-        block, running, pooled = SHARED[what](subject), dict[str, set[Any]](), set[str]()
+        made, running, pooled = SHARED[what](subject), dict[str, tuple[Callable[[], Any], set[Any]]](), set[str]()
         for who in order:
             run: Callable[..., Any] = copy_context().run if who in "12" else call
             before = tenures(subject)
             if who not in running:
-                _ = run(block.__enter__)
-                running[who] = tenures(subject) - before
+                end = run(begin, made)
+                running[who] = end, tenures(subject) - before
                 pooled |= {who} & {*"12"}
                 continue
-            ended = running.pop(who)
+            end, its = running.pop(who)
             try:
-                _ = run(block.__exit__, None, None, None)
+                run(end)
             except LockNotHeld:
-                assert (tenures(subject), len(pooled)) == (before, 2), order
+                assert (begin, tenures(subject), len(pooled)) == (by_calls, before, 2), order
             else:
-                assert tenures(subject) == before - ended, order
-                pooled -= {who}
-            assert set().union(*running.values()) <= tenures(subject), order
-        del block
-        subject.run("DELETE FROM locks WHERE lock_key > 'k'")
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a block has no end of its own (see dblock.core.lock.blocks)")
-@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
-@pytest.mark.parametrize("what", SHARED)
-def test_all_orders_of_generators_in_a_pool(subject: Subject, what: str) -> None:
-    """As FastAPI runs them: the end of a `with` leaves its own block, in whatever context it runs, and is not refused.
-
-    Nothing else is left.
-    """
-    for order in ORDERS:
-        made, running = SHARED[what](subject), dict[str, tuple[Any, set[Any]]]()
-
-        def body(made: Any = made) -> Iterator[None]:
-            with made:
-                yield
-
-        for who in order:
-            run: Callable[..., Any] = copy_context().run if who in "12" else call
-            before = tenures(subject)
-            if who in running:
-                generator, its = running.pop(who)
-                assert run(next, generator, "ended") == "ended"
                 assert tenures(subject) == before - its, order
-            else:
-                generator = body()
-                run(next, generator)
-                running[who] = generator, tenures(subject) - before
-        assert tenures(subject) == set()
-
-
-def test_a_block_that_was_left_by_hand_is_not_left_twice(either: Subject, actor: Actor, other: Actor) -> None:
-    """Neither here nor elsewhere."""
-    for last in (actor, other):
-        lock = either.lock("k")
-        actor.do(enter(either, lock))
-        actor.call(lock, "release")
-        with pytest.raises(LockNotHeld):
-            last.do(leave(either, lock))
+                pooled -= {who}
+        if begin is by_generator:
+            assert tenures(subject) == set(), order
+        del made, running, end
+        subject.run("DELETE FROM locks WHERE lock_key > 'k'")
 
 
 def test_a_thread_of_a_pool_is_not_one_owner(sync_face: Subject) -> None:
@@ -319,16 +309,17 @@ def test_a_thread_of_a_pool_is_not_one_owner(sync_face: Subject) -> None:
         assert sync_face.row("k")["owner"] is None
 
 
+def touch(subject: Subject) -> None:
+    with subject.lock("other"):
+        pass
+
+
 @pytest.mark.parametrize("touched", [False, True], ids=["fresh", "touched"])
 def test_tasks_that_share_a_thread_are_not_one_owner(sync_face: Subject, touched: bool) -> None:
     """By sync_to_async: the first has the key until it gives it back there, and the others have not.
 
     Whatever their parent has locked there before, which asgiref has carried back to it, and they inherit.
     """
-
-    def touch() -> None:
-        with sync_face.lock("other"):
-            pass
 
     async def task() -> bool:
         lock = sync_face.lock("k")
@@ -341,7 +332,7 @@ def test_tasks_that_share_a_thread_are_not_one_owner(sync_face: Subject, touched
 
     async def crowd() -> list[bool]:
         if touched:
-            await sync_to_async(touch)()
+            await sync_to_async(touch)(sync_face)
         return list(await asyncio.gather(task(), task(), task()))
 
     assert sorted(asyncio.run(crowd())) == [False, False, True]
@@ -371,13 +362,9 @@ def test_a_child_of_a_task_that_holds_is_another_owner(sync_face: Subject) -> No
 def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(sync_face: Subject) -> None:
     """By async_to_sync, though what that calls by sync_to_async in this thread locks something too."""
 
-    def touch() -> None:
-        with sync_face.lock("other"):
-            pass
-
     async def service() -> None:
         for _ in range(2):
-            await sync_to_async(touch)()
+            await sync_to_async(touch)(sync_face)
 
     def view() -> list[int]:
         lock, counts = sync_face.lock("k", timeout=0), list[int]()

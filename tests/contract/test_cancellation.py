@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,16 @@ from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
+async def comes_true(condition: Callable[[], object]) -> None:
+    """Wait until the database shows that."""
+    while not condition():  # noqa: ASYNC110 - it looks at the database
+        await asyncio.sleep(0.002)
+
+
 async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after: float = 0.0) -> None:
     """Start it, and once that is so cancel it again and again."""
     task = asyncio.ensure_future(work)
-    while not until():  # noqa: ASYNC110 - it looks at the database
-        await asyncio.sleep(0.002)
+    await comes_true(until)
     await asyncio.sleep(after)
     while not task.done():
         task.cancel()
@@ -46,12 +51,12 @@ async def twice(lock: Any) -> None:
         await block(lock)
 
 
-async def by_hand(subject: Subject, lock: Any) -> None:
-    await getattr(lock, subject.method("acquire"))()
+async def by_hand(subject: Subject, body: Callable[[], Awaitable[object]], lock: Any) -> None:
+    await subject.ask(lock, "acquire")
     try:
-        await asyncio.sleep(60)
+        await body()
     finally:
-        await getattr(lock, subject.method("release"))()
+        await subject.ask(lock, "release")
 
 
 async def of_a_generator(lock: Any) -> None:
@@ -73,7 +78,7 @@ def test_a_cancelled_holder_releases(async_driver: Subject, actor: Actor) -> Non
         block,
         twice,
         of_a_generator,
-        partial(by_hand, async_driver),
+        partial(by_hand, async_driver, partial(asyncio.sleep, 60)),
     )
     for number, (work, min_hold) in enumerate(itertools.product(ways, (0, 0, 0, 0.02, 0.02, 0.02))):
         lock = async_driver.lock(f"k{number}", ttl=60, min_hold=min_hold)
@@ -150,9 +155,8 @@ def test_a_silent_server_keeps_nobody_who_waits(
     other.call(holder, "acquire")
 
     async def main() -> float:
-        work = asyncio.ensure_future(took(getattr(lock, async_face.method("acquire"))(), 1.0))
-        while not waiters(async_face):  # noqa: ASYNC110 - it looks at the database
-            await asyncio.sleep(0.002)
+        work = asyncio.ensure_future(took(async_face.ask(lock, "acquire"), 1.0))
+        await comes_true(lambda: waiters(async_face))
         with monkeypatch.context() as patch:
             silence(lock._place.store(), patch)
             return await work
@@ -186,24 +190,13 @@ def test_a_cancelled_releaser_notifies_the_next(
     """At whatever step of the loop the cancellation comes; nobody polls."""
     timed(monkeypatch, **SELDOM)
     lock, heir = async_driver.lock("k", ttl=60), twin(async_driver).lock("k", ttl=60, timeout=60)
-    acquire, release = async_driver.method("acquire"), async_driver.method("release")
 
     async def attempt(steps: int) -> None:
         waited = asyncio.Event()
-
-        async def work() -> None:
-            await getattr(lock, acquire)()
-            try:
-                await waited.wait()
-            finally:
-                await getattr(lock, release)()
-
-        task = asyncio.ensure_future(work())
-        while not is_held(async_driver):  # noqa: ASYNC110 - it looks at the database
-            await asyncio.sleep(0.002)
-        waiting = other.start(getattr(heir, acquire))
-        while not waiters(async_driver):  # noqa: ASYNC110 - likewise
-            await asyncio.sleep(0.002)
+        task = asyncio.ensure_future(by_hand(async_driver, waited.wait, lock))
+        await comes_true(lambda: is_held(async_driver))
+        waiting = other.begin(heir, "acquire")
+        await comes_true(lambda: waiters(async_driver))
         await asyncio.sleep(0.02)
         waited.set()
         for _ in range(steps):
@@ -211,7 +204,7 @@ def test_a_cancelled_releaser_notifies_the_next(
         task.cancel()
         _ = await asyncio.wait([task])
         assert await asyncio.wait_for(asyncio.wrap_future(waiting), 5), steps
-        await asyncio.wrap_future(other.start(getattr(heir, release)))
+        await asyncio.wrap_future(other.begin(heir, "release"))
 
     for steps in range(1, 24):
         actor.do(partial(attempt, steps))

@@ -21,8 +21,7 @@ PAIRS = [
 def test_two_variants_exclude_each_other(one: Subject, two: Subject, request: pytest.FixtureRequest) -> None:
     """Whichever is first; and fences go on increasing from one to the other."""
     ready(request, one.database)
-    first, second = Actor(one), Actor(two)
-    fences = []
+    first, second, fences = Actor(one), Actor(two), list[int]()
     for holder, rival in ((first, second), (second, first), (first, second)):
         held, wanted = holder.subject.lock("k"), rival.subject.lock("k")
         holder.call(held, "acquire")
