@@ -28,6 +28,7 @@ from dblock.core import runtime
 from dblock.core.holding.flow import is_over
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import SynchronousOnlyOperation
+from tests.conftest import collect
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
@@ -271,6 +272,7 @@ def test_all_orders_of_blocks_in_a_pool(subject: Subject, begin: Callable[[Any],
     While a body has not ended, its tenure is held: an end leaves its own, or is refused. The end of a `with` leaves its
     own in whatever context it runs, and is never refused.
     """
+    collect()  # an end that is looked for collects garbage, many times here
     for order in ORDERS:
         made, running, pooled = SHARED[what](subject), dict[str, tuple[Callable[[], Any], set[Any]]](), set[str]()
         for who in order:

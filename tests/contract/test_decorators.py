@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -91,14 +92,8 @@ def test_methods_of_all_kinds(engine: Engine) -> None:
             db_lock(engine, "k")(wrong)
 
 
-class Order: ...
-
-
 def ship(n: Any, made: Callable[[], None] = lambda: None) -> None:
     pytest.fail("unreachable")
-
-
-async def coroutine() -> None: ...
 
 
 def test_bad_keys_are_refused_at_decoration(engine: Engine) -> None:
@@ -116,7 +111,7 @@ def test_keys_that_cannot_be_formed_name_the_function(engine: Engine) -> None:
         assert caught.value.__cause__ is not None
     for key in ("order:{n}", "order:{n!r}", "order:{made}"):
         with pytest.raises(InvalidKey, match="ship has the address of an object in it"):
-            db_lock(engine, key)(ship)(Order())
+            db_lock(engine, key)(ship)(object())
     assert held(engine) == []
 
 
@@ -125,4 +120,4 @@ def test_wrong_calls_are_a_type_error(engine: Engine) -> None:
     with pytest.raises(TypeError, match="ship.*{n}"):
         db_lock(engine, "{n}")(ship)(1, 2, 3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="after the lock"):
-        _ = db_lock(engine, "k")(lambda: coroutine())()  # noqa: PLW0108
+        _ = db_lock(engine, "k")(lambda: asyncio.sleep(0))()

@@ -16,7 +16,7 @@ from tests.support.steps import NO_STORE
 from tests.support.subjects import Actor, Subject
 
 # What the server, or the driver by itself, refuses: grammar, arithmetic, a missing table and column, a broken
-# constraint; a statement without rows where some were to come; a parameter that is out of range.
+# constraint; a statement without rows where some were to come; a parameter that is out of range. Or the session ends.
 REFUSED: dict[str, str | dict[str, str]] = {
     "syntax": "SELEC 1",
     "data": {"postgresql": "SELECT 1 / 0", "sqlite": "SELECT json('{{')", "": "SELECT EXP(100000)"},
@@ -25,8 +25,8 @@ REFUSED: dict[str, str | dict[str, str]] = {
     "integrity": "INSERT INTO locks (lock_key) VALUES (NULL)",
     "no rows": "DELETE FROM locks WHERE lock_key = 'x'",
     "range": {"": "UPDATE locks SET pid = :fence WHERE lock_key = 'k'", "sqlite": "SELECT abs(:fence)"},
+    "cut": {"postgresql": "SELECT pg_terminate_backend(pg_backend_pid())", "": "KILL CONNECTION_ID()"},
 }
-CUT = {"postgresql": "SELECT pg_terminate_backend(pg_backend_pid())", "": "KILL CONNECTION_ID()"}
 HUGE = -(2**63)
 
 
@@ -37,10 +37,6 @@ def statements(dialect: Dialect) -> list[Statement]:
 def sorts(dialect: Dialect, name: str, sql: str) -> set[Statement]:
     """The same text as each sort of the statements: by what they do where something is locked, say."""
     return {replace(each, name=name, sql=sql, owners=()) for each in statements(dialect)}
-
-
-def sql(given: str | dict[str, str], database: str) -> str:
-    return given if isinstance(given, str) else given.get(database) or given[""]
 
 
 def error_of(subject: Subject, actor: Actor, statement: Statement) -> BaseException | None:
@@ -56,8 +52,10 @@ def test_every_sort_of_statement(driver: Subject, actor: Actor) -> None:
     """A LockStoreError, with the driver's as its cause; and the next statement finds a connection that works."""
     lock = driver.lock("k", timeout=5)
     actor.call(lock, "acquire")
-    for kind in REFUSED if driver.database == "sqlite" else (*REFUSED, "cut"):  # a file is not disconnected
-        text = sql(CUT if kind == "cut" else REFUSED[kind], driver.database)
+    for kind, given in REFUSED.items():
+        if (kind, driver.database) == ("cut", "sqlite"):  # a file is not disconnected
+            continue
+        text = given if isinstance(given, str) else given.get(driver.database) or given[""]
         for wrong in sorts(driver.protocol.dialect, f"wrong_{kind.replace(' ', '_')}", text):
             error = error_of(driver, actor, wrong)
             if error is None:  # some drivers see nothing wrong in it

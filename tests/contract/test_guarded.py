@@ -208,7 +208,6 @@ def while_it_commits(given: Any, happens: Callable[[], object]) -> None:
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
 LOSSES = ("pause", "expiry", "release by force")
-STANDS = "stands or falls with its transaction"
 USUAL = STRICT if PRODUCT else [*((each, None) for each in SERVERS), *(("sqlite", mode) for mode in MODES)]
 """Servers by their own level. What a level decides is said of guard() itself."""
 
@@ -280,7 +279,7 @@ def test_an_error_of_the_lock_means_that_nothing_was_committed(  # noqa: PLR0917
     else:
         assert holder.block(lock, body) == "done"
         assert notes(holder.database) == (2 if moment == "in the body" else 1)
-        logged = [each for each in caplog.records if STANDS in each.getMessage()]
+        logged = [each for each in caplog.records if "stands or falls with its transaction" in each.getMessage()]
         unnoticed = moment == "in the body" and how == "expiry" and not shut  # nobody has come in: it is released
         assert len(logged) == (0 if unnoticed else 1)
         kinds = [(each.kind, each.depth) for each in told]

@@ -87,8 +87,7 @@ def test_a_process_that_only_locks(postgresql: object, process: str) -> None:
             check=False,
         )
     assert f"session {session} of" in done.stdout, done.stderr
-    store = store_for(observer("postgresql"))
-    events = drive(administration.all_events(store))
+    events = drive(administration.all_events(store_for(observer("postgresql"))))
     assert [(event.key, event.kind) for event in reversed(events)] == [
         ("free", "acquired"),
         ("free", "released"),

@@ -43,7 +43,7 @@ QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it
     ("which", "least"),
     [
         (("-k", f"({QUEUE}) or crowd_uses", "tests/contract/test_queue.py", "tests/sqlalchemy/test_engines.py"), 24),
-        *([(("-k", FEW, "tests/contract/test_guard.py"), 50)] if LONG else []),
+        *([(("-k", FEW, "tests/contract/test_guard.py"), 20)] if LONG else []),
     ],
 )
 def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> None:
