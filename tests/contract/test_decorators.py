@@ -87,7 +87,7 @@ def test_methods_of_all_kinds(engine: Engine) -> None:
         ["Shop"],
     )
     for kind in (staticmethod, classmethod, property, shared_task):
-        wrong: Any = kind(ship)  # type: ignore[arg-type]
+        wrong: Any = kind(ship)
         with pytest.raises(TypeError, match=f"put @{kind.__name__} above @db_lock"):
             db_lock(engine, "k")(wrong)
 
@@ -118,6 +118,6 @@ def test_keys_that_cannot_be_formed_name_the_function(engine: Engine) -> None:
 def test_wrong_calls_are_a_type_error(engine: Engine) -> None:
     """That names the function and the key; so is that of a coroutine in disguise, which would run without the lock."""
     with pytest.raises(TypeError, match="ship.*{n}"):
-        db_lock(engine, "{n}")(ship)(1, 2, 3)  # type: ignore[call-arg]
+        db_lock(engine, "{n}")(ship)(1, 2, 3)  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError, match="after the lock"):
         _ = db_lock(engine, "k")(lambda: asyncio.sleep(0))()

@@ -602,7 +602,7 @@ def test_a_decorated_function(holder: Client, rival: Rival, task: bool) -> None:
 
     Celery's decorator stands above: each run of the task is a block.
     """
-    given = Django(holder.alias) if holder.django else holder.given
+    given: Any = Django(holder.alias) if holder.django else holder.given
 
     def sell(x: int) -> int:
         write(given)
