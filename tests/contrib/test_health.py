@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +87,13 @@ def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPa
     with pytest.raises(LockStoreError, match="no table"):
         check(nothing)
     nothing.dispose()
-
-    def hold() -> None:
-        with db_lock(engine, f"{HEALTH}here", ttl=60):
-            held.set()
-            done.wait(30)
-
-    held, done = threading.Event(), threading.Event()
     monkeypatch.setattr("dblock.contrib.health.process_identity", lambda: {"host": "here"})
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(10)
-    with pytest.raises(LockTimeout, match="here"):
-        check(engine, timeout=0.2)
-    done.set()
-    holder.join()
+    lock = db_lock(engine, f"{HEALTH}here", ttl=60)
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert elsewhere.submit(lock.acquire).result()
+        with pytest.raises(LockTimeout, match="here"):
+            check(engine, timeout=0.2)
+        elsewhere.submit(lock.release).result()
     away = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres")
     began = time.monotonic()
     with pytest.raises(LockStoreError, match="cannot connect"):

@@ -256,10 +256,8 @@ def test_several_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_counts_none_of_its_parents_locks(engine: Engine) -> None:
+def test_a_forked_child_counts_none_of_its_parents_locks(engine: Engine, registry: CollectorRegistry) -> None:
     """It holds nothing, and releases nothing."""
-    registry = CollectorRegistry()
-    end = prometheus.instrument(registry=registry)
 
     def held() -> float | None:
         return next(sum(each.value for each in it.samples) for it in registry.collect() if it.name == "dblock_held")
@@ -270,7 +268,6 @@ def test_a_forked_child_counts_none_of_its_parents_locks(engine: Engine) -> None
             os._exit(int(held() or 0))
         assert os.waitpid(child, 0) == (child, 0)
         assert held() == 1
-    end()
 
 
 # -- OpenTelemetry
@@ -297,18 +294,22 @@ def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
     return {f"{metric.name} {metric.unit}": list(metric.data.data_points) for metric in metrics}
 
 
-def test_instruments(
+def test_opentelemetry(
     engine: Engine,
     telemetry: tuple[InMemorySpanExporter, InMemoryMetricReader, TracerProvider],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each by its unit; up-down counters end at 0; attributes are few, and no key is among them."""
-    _, reader, _ = telemetry
+    """Each instrument has its unit; up-down counters end at 0; attributes are few, and no key is among them.
+
+    Each attempt has a span of its length, a child of what was current. A busy lock is no error there, an outage is.
+    """
+    exporter, reader, tracers = telemetry
 
     def waits() -> bool:
         return any(point.value == 1 for point in points(reader).get("dblock.attempts.waiting {attempt}", []))
 
-    everything(engine, monkeypatch, waits)
+    with tracers.get_tracer("test").start_as_current_span("request") as request:
+        everything(engine, monkeypatch, waits)
     assert until(lambda: "dblock.leases.lost {lease}" in points(reader), 5)
     found = points(reader)
     sums = {name: sum(getattr(point, "value", 0) for point in each) for name, each in found.items()}
@@ -324,19 +325,6 @@ def test_instruments(
     assert counts["dblock.renewal.lateness s"] >= 1
     attributes = {name for each in found.values() for point in each for name in point.attributes}
     assert attributes == {"dblock.database", "dblock.group", "dblock.outcome", "dblock.table", "error.type"}
-
-
-def test_spans(
-    engine: Engine,
-    telemetry: tuple[InMemorySpanExporter, InMemoryMetricReader, TracerProvider],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One for each attempt, of its length, a child of what was current; a busy lock is no error, an outage is."""
-    exporter, reader, tracers = telemetry
-    with tracers.get_tracer("test").start_as_current_span("request") as request:
-        everything(
-            engine, monkeypatch, lambda: "dblock.attempts.waiting {attempt}" in points(reader) and _waits(reader)
-        )
     spans = [span for span in exporter.get_finished_spans() if span.name != "request"]
     outcomes = sorted((span.name, str((span.attributes or {})["dblock.outcome"])) for span in spans)
     assert [each for each in outcomes if each[1] not in {"waited", "handed_over"}] == [
@@ -359,10 +347,6 @@ def test_spans(
     ours = [span for span in spans if span.parent is not None]
     assert {span.parent.span_id for span in ours if span.parent} == {request.get_span_context().span_id}
     assert len(ours) == 3, "those of other threads have no parent"
-
-
-def _waits(reader: InMemoryMetricReader) -> bool:
-    return any(point.value == 1 for point in points(reader)["dblock.attempts.waiting {attempt}"])
 
 
 # -- files for Grafana and Prometheus

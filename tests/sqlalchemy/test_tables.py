@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, inspect, make_url, text
+from sqlalchemy import URL, Engine, create_engine, inspect, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import UnsupportedDatabase, create_tables, db_lock, metadata
-from tests.conftest import observer, ready, url
+from tests.conftest import SERVERS, ready, run, url
 from tests.support.lab import together
 from tests.support.subjects import EVERY, Subject
 
@@ -23,26 +23,22 @@ AT_ONCE = 4
 SCHEMA = "tenant_a"
 
 
-def apart(database: str, *statements: str) -> None:
-    with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        for statement in statements:
-            connection.execute(text(statement))
-
-
 @pytest.fixture
 def empty(database: str, tmp_path: Path) -> Iterator[tuple[str, str | None]]:
     """The URL of a database that is there but has no tables, and the schema to use in it."""
     if database == "sqlite":
         yield f"sqlite:///{tmp_path}/new.sqlite3", None
     elif database == "postgresql":
-        apart(database, f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE", f"CREATE SCHEMA {SCHEMA}")
+        run(database, f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
+        run(database, f"CREATE SCHEMA {SCHEMA}")
         yield url(database), SCHEMA
-        apart(database, f"DROP SCHEMA {SCHEMA} CASCADE")
+        run(database, f"DROP SCHEMA {SCHEMA} CASCADE")
     else:
         name = f"{make_url(url(database)).database}_{SCHEMA}"
-        apart(database, f"DROP DATABASE IF EXISTS {name}", f"CREATE DATABASE {name}")
+        run(database, f"DROP DATABASE IF EXISTS {name}")
+        run(database, f"CREATE DATABASE {name}")
         yield url(database), name
-        apart(database, f"DROP DATABASE {name}")
+        run(database, f"DROP DATABASE {name}")
 
 
 def tenants(where: str, schema: str | None, **options: Any) -> Engine:
@@ -82,10 +78,8 @@ def test_an_asynchronous_worker(request: pytest.FixtureRequest, subject: Subject
         await engine.dispose()
 
     errors = together(*[lambda: asyncio.run(work())] * 2)
-    if database != "sqlite" and not errors:
-        apart(
-            database, *(f"DROP TABLE async_{name}" for name in ("locks", "lock_waiters", "lock_events", "lock_epoch"))
-        )
+    for name in ("locks", "lock_waiters", "lock_events", "lock_epoch") if database != "sqlite" else ():
+        run(database, f"DROP TABLE IF EXISTS async_{name}")
     assert errors == []
 
 
@@ -111,37 +105,17 @@ def test_a_database_that_refuses(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_tables_that_are_all_there(empty: tuple[str, str | None], database: str) -> None:
+@pytest.mark.parametrize("database", SERVERS)
+def test_tables_that_are_all_there(lowly: Callable[..., URL], database: str) -> None:
     """The rights that the lock needs suffice; no right on the history's table does, where no history is kept."""
-    where, schema = empty
-    if database == "sqlite":
-        pytest.skip("has no users")
-    root = tenants(where, schema)
-    create_tables(root)
-    root.dispose()
-    rights = [f"SELECT, INSERT, UPDATE, DELETE ON {schema}.{each}" for each in ("locks", "lock_waiters", "lock_epoch")]
-    if database == "postgresql":
-        user, rights = "least", [*rights, f"USAGE ON SCHEMA {schema}"]
-        apart(database, "CREATE USER least")
-    else:
-        user = "least@'%'"
-        apart(database, f"CREATE USER {user}")
-    try:
-        apart(database, *(f"GRANT {each} TO {user}" for each in rights))
-        mine = make_url(where).set(username="least")
-        mine = mine if database == "postgresql" else mine.set(database=schema)
-        least = tenants(mine.render_as_string(), schema)
-        create_tables(least)
-        with db_lock(least, "k", timeout=5):
-            pass
-        if database != "postgresql":
-            with pytest.raises(DBAPIError, match="lock_events"):
-                create_tables(least.execution_options(dblock_history=10))
-        least.dispose()
-    finally:
-        if database == "postgresql":
-            apart(database, "DROP OWNED BY least")
-        apart(database, f"DROP USER {user}")
+    engine = create_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
+    create_tables(engine)
+    with db_lock(engine, "k", timeout=5):
+        pass
+    if database != "postgresql":
+        with pytest.raises(DBAPIError, match="lock_events"):
+            create_tables(engine.execution_options(dblock_history=10))
+    engine.dispose()
 
 
 def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> None:
