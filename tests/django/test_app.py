@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, current_app
-from django.contrib import admin
 from django.core import checks
 from django.db import connections
-from django.test import Client, override_settings
+from django.test import override_settings
 
 import dblock
 from dblock import (
@@ -42,42 +41,30 @@ from dblock.checks import _READ
 from dblock.core.errors import LockStoreError, Reason, StoreConflict
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers
-from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
 from tests.conftest import ALIASES, ready, run
-from tests.support.lab import LONG, until
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-@db_lock
-def rebuild(n: int = 2) -> tuple[int, list[str]]:
-    """A function of this module."""
-    return n, [str(row[0]) for row in run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
-
-
-@db_lock
-async def arebuild() -> list[str]:
-    """A coroutine function of this module."""
-    return rebuild.__wrapped__()[1]  # type: ignore[attr-defined,no-any-return]
+from tests.support.lab import ROOT, fail, until
 
 
 def test_a_bare_decorator(sqlite: Path) -> None:
     """Locks a key that is the function's module and qualified name, whether it is a coroutine function or not."""
-    run("sqlite", "DELETE FROM locks")
-    name = "tests.django.test_app."
+
+    def held() -> list[object]:
+        return [key for (key,) in run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
+
+    @db_lock
+    def rebuild(n: int = 2) -> tuple[int, list[object]]:
+        return n, held()
+
+    @db_lock
+    async def arebuild() -> list[object]:
+        return held()
+
+    name = f"{__name__}.test_a_bare_decorator.<locals>."
     assert rebuild() == (2, [name + "rebuild"])
     assert rebuild(3) == (3, [name + "rebuild"])
     assert asyncio.run(arebuild()) == [name + "arebuild"]
-    assert run("sqlite", "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
-
-    class Shop:
-        @staticmethod
-        @db_lock
-        def sell() -> list[str]:
-            return rebuild.__wrapped__()[1]  # type: ignore[attr-defined,no-any-return]
-
-    assert Shop.sell() == [name + "test_a_bare_decorator.<locals>.Shop.sell"]
+    assert held() == []
     for kind in (staticmethod, classmethod):
         wrong: Any = kind(len)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=f"put @{kind.__name__} above @db_lock"):
@@ -130,25 +117,15 @@ def test_an_unsupported_database_is_a_check(monkeypatch: pytest.MonkeyPatch) -> 
         assert ids() == ["dblock.E004"]
 
 
-def test_a_rollback_journal_is_a_warning(sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_journal_is_a_warning(sqlite: Path, tmp_path: Path) -> None:
     """W001 for a SQLite file without a write-ahead log, W004 where transactions begin deferred."""
     assert ids(databases=["default"]) == []
     wal = {"init_command": "PRAGMA journal_mode=WAL"}
     for options, expected in (({}, ["dblock.W001", "dblock.W004"]), (wal, ["dblock.W004"])):
         connections["default"].close()
-        name = tmp_path / f"{len(options)}.sqlite3"
-        changed = {**connections["default"].settings_dict, "NAME": name, "OPTIONS": options}
-        monkeypatch.setattr(connections["default"], "settings_dict", changed)
-        assert ids(databases=["default"]) == expected
-    connections["default"].close()
-
-
-def test_transactions_that_are_no_blocks_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W002 for a database without autocommit, where release="auto" does not see the end of a transaction."""
-    assert ids() == []
-    changed = {**connections["postgresql"].settings_dict, "AUTOCOMMIT": False}
-    monkeypatch.setattr(connections["postgresql"], "settings_dict", changed)
-    assert ids() == ["dblock.W002"]
+        with changed("default", NAME=tmp_path / f"{len(options)}.sqlite3", OPTIONS=options):
+            assert ids(databases=["default"]) == expected
+            connections["default"].close()
 
 
 @contextlib.contextmanager
@@ -160,76 +137,35 @@ def changed(alias: str, **settings: Any) -> Iterator[None]:
         yield
 
 
-WRITES = [
-    "-c default_transaction_read_only=off",
-    "-c default_transaction_read_only=on -c default_transaction_read_only=0",
-]
-
-
 @pytest.mark.parametrize(
-    ("alias", "good", "bad"),
+    ("alias", "options"),
     [
-        (
-            "postgresql",
-            [*({"options": each} for each in WRITES), {"target_session_attrs": "read-write"}, {"options": "-c a.b=on"}],
-            [{"options": "-c default_transaction_read_only=on"}, {"target_session_attrs": "standby"}],
-        ),
-        (
-            "mariadb",
-            [{"init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"}],
-            [
-                {"init_command": "SET tx_read_only = 1"},
-                {"init_command": "set session transaction isolation level read committed, read only"},
-            ],
-        ),
+        ("postgresql", {"options": "-c default_transaction_read_only=on"}),
+        ("mariadb", {"init_command": "SET tx_read_only = 1"}),
     ],
 )
 @pytest.mark.direct
-def test_sessions_that_may_only_read(
-    request: pytest.FixtureRequest, alias: str, good: list[dict[str, Any]], bad: list[dict[str, Any]]
-) -> None:
-    """E007, and no lock can be had; where one can, silence."""
+def test_sessions_that_may_only_read(request: pytest.FixtureRequest, alias: str, options: dict[str, str]) -> None:
+    """No lock can be had, which E007 says before."""
     ready(request, alias)
-    plain = connections[alias].settings_dict["OPTIONS"]
     pool: Any = store_for(alias)._source
-    with override_settings(DBLOCK={"USING": alias}):
-        for options in [*good, *bad]:
-            with changed(alias, OPTIONS={**plain, **options}):
-                assert ids() == (["dblock.E007"] if options in bad else []), options
-                pool.close_all()
-                if options == bad[0]:
-                    with pytest.raises(LockStoreError, match="(?i)read.only"):
-                        db_lock("k", timeout=0.7).acquire()
-                elif options == good[0]:
-                    with db_lock("k"):
-                        pass
+    settings = {**connections[alias].settings_dict["OPTIONS"], **options}
+    with override_settings(DBLOCK={"USING": alias}), changed(alias, OPTIONS=settings):
+        pool.close_all()
+        assert ids() == ["dblock.E007"]
+        with pytest.raises(LockStoreError, match="(?i)read.only"):
+            db_lock("k", timeout=0.7).acquire()
     pool.close_all()
 
 
-def test_a_file_that_is_opened_for_reading(tmp_path: Path) -> None:
-    """E007 too."""
-    for name, expected in (
-        (f"file:{tmp_path}/x?mode=ro", ["dblock.E007"]),
-        (f"file:{tmp_path}/x?cache=private&immutable=1", ["dblock.E007"]),
-        (f"file:{tmp_path}/x?mode=rwc", []),
-        (f"{tmp_path}/mode=ro", []),
-    ):
-        with changed("default", NAME=name):
-            assert ids() == expected
+def options(**given: str) -> dict[str, Any]:
+    """The settings of a database with these OPTIONS."""
+    return {"OPTIONS": given}
 
 
-def test_requests_with_a_snapshot_that_is_older_than_the_lock() -> None:
-    """W007: on MySQL, if requests are transactions of that level; anything else is silent."""
-    for alias, level, atomic, expected in (
-        ("mariadb", "repeatable read", True, ["dblock.W007"]),
-        ("mariadb", "REPEATABLE READ", False, []),
-        ("mariadb", "read committed", True, []),
-        ("mariadb", None, True, []),
-        ("postgresql", "repeatable read", True, []),
-        ("default", None, True, []),
-    ):
-        with changed(alias, OPTIONS={"isolation_level": level} if level else {}, ATOMIC_REQUESTS=atomic):
-            assert ids() == expected, (alias, level)
+def level(name: str) -> dict[str, Any]:
+    """The settings of one where each request is a transaction of that isolation level."""
+    return options(isolation_level=name) | {"ATOMIC_REQUESTS": True}
 
 
 def deployed(**settings: Any) -> list[str]:
@@ -237,19 +173,46 @@ def deployed(**settings: Any) -> list[str]:
         return ids(include_deployment_checks=True)
 
 
+@pytest.mark.parametrize(
+    ("alias", "settings", "expected"),
+    [
+        ("postgresql", {}, ""),
+        ("postgresql", {"AUTOCOMMIT": False}, "W002"),  # where release="auto" does not see transactions end
+        ("default", {"NAME": "file:/x?mode=ro"}, "E007"),
+        ("default", {"NAME": "file:/x?cache=private&immutable=1"}, "E007"),
+        ("default", {"NAME": "file:/x?mode=rwc"}, ""),
+        ("default", {"NAME": "/mode=ro"}, ""),
+        ("postgresql", options(options="-c default_transaction_read_only=off"), ""),
+        ("postgresql", options(options="-c default_transaction_read_only=on -c default_transaction_read_only=0"), ""),
+        ("postgresql", options(options="-c a.b=on"), ""),
+        ("postgresql", options(target_session_attrs="read-write"), ""),
+        ("postgresql", options(target_session_attrs="standby"), "E007"),
+        ("mariadb", options(init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"), ""),
+        ("mariadb", options(init_command="set session transaction isolation level read committed, read only"), "E007"),
+        ("mariadb", level("repeatable read"), "W007"),  # of a snapshot that is older than the lock
+        ("mariadb", level("REPEATABLE READ") | {"ATOMIC_REQUESTS": False}, ""),
+        ("mariadb", level("read committed"), ""),
+        ("mariadb", options() | {"ATOMIC_REQUESTS": True}, ""),
+        ("postgresql", level("repeatable read"), ""),
+        ("default", options() | {"ATOMIC_REQUESTS": True}, ""),
+        ("postgresql", {"DISABLE_SERVER_SIDE_CURSORS": True}, "W006"),  # as behind a pooler
+        ("default", {"NAME": ":memory:"}, "W008"),
+        ("default", {"NAME": "file:locks?mode=memory&cache=shared"}, "W008"),
+    ],
+)
+def test_checks_of_a_database(alias: str, settings: dict[str, Any], expected: str) -> None:
+    """By its settings, whether they are always wrong, or only for what is deployed (W006 and W008)."""
+    told = [f"dblock.{expected}"] if expected else []
+    with changed(alias, **settings), override_settings(DBLOCK={"USING": alias}):
+        assert ids() == ([] if expected in {"W006", "W008"} else told)
+        assert deployed(USING=alias) == told
+
+
 def test_what_is_for_a_desk_only() -> None:
-    """W006 a pooler that keeps the database from calling, W008 locks in memory, W009 a life that is no lease's."""
-    assert deployed(USING="postgresql") == []
+    """A pooler does not matter where nobody listens, or locks live elsewhere. W009: a life that is no lease's."""
     with changed("postgresql", DISABLE_SERVER_SIDE_CURSORS=True):
-        assert deployed(USING="postgresql") == ["dblock.W006"]
         assert deployed(USING="postgresql", LISTEN=False) == []
-        assert deployed() == [], "locks live elsewhere"
-        with override_settings(DBLOCK={"USING": "postgresql"}):
-            assert ids() == []
-    for name in (":memory:", "file:locks?mode=memory&cache=shared"):
-        with changed("default", NAME=name):
-            assert deployed() == ["dblock.W008"]
-            assert ids() == []
+        assert deployed() == []
     for ttl, expected in ((1, ["dblock.W009"]), (2, []), (timedelta(hours=1), []), (7200, ["dblock.W009"])):
         assert deployed(TTL=ttl) == expected
     assert deployed(TTL=-1) == ["dblock.E002"]
@@ -345,107 +308,12 @@ class Router:
 
 def test_reaping_follows_the_settings(sqlite: Path) -> None:
     """DBLOCK["RETENTION"], unless told otherwise; on an event loop too."""
-    import asyncio
-
-    run("sqlite", "DELETE FROM locks")
     with db_lock("k"):
         pass
     assert reap() == 0
     time.sleep(0.01)
     with override_settings(DBLOCK={"RETENTION": 0}):
         assert until(lambda: asyncio.run(areap()) == 1), "a file that somebody writes to is left to the next time"
-
-
-class Everything:
-    """Sends all models to one database."""
-
-    alias = "default"
-
-    def db_for_read(self, model: Any, **hints: Any) -> str:
-        return self.alias
-
-    db_for_write = db_for_read
-
-
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"] if LONG else ["sqlite"], indirect=True)
-@override_settings(DATABASE_ROUTERS=["tests.django.test_app.Everything"], ALLOWED_HOSTS=["*"], DEBUG=False)
-def test_the_admin_answers_nothing_about_owners(database: str) -> None:
-    """Whatever the query string of somebody who may look: the answer is the same for right and for wrong digits."""
-    from django.contrib.auth.models import Permission, User
-
-    Everything.alias = alias = ALIASES[database]
-    User.objects.filter(username="viewer").delete()
-    viewer = User.objects.create_user("viewer", is_staff=True)
-    viewer.user_permissions.add(Permission.objects.get(codename="view_lock"))
-    client = Client()
-    client.force_login(viewer)
-    lock = db_lock("k", using=alias, ttl=600)
-    with lock:
-        owner = str(lock.owner)
-        wrong = owner.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
-        for path in ("", "k/change/", "k/history/"):
-            page = f"/admin/dblock/lock/{path}"
-            assert owner[-8:] not in client.get(page).content.decode()
-            for query in (
-                *(f"owner__{lookup}={{0}}" for lookup in (LOOKUPS[:4] if path else LOOKUPS)),
-                *("owner={0}", "owner={0}&state=held", "owner__startswith={0}&_facets=True&q=k"),
-                *("pk__owner__startswith={0}", "lock_key__owner={0}", "clock__owner={0}", "q={0}", "o={0}&q={0}"),
-                *("_to_field=owner&q={0}", "_to_field=owner&_popup=1&q={0}"),
-            ):
-                some = slice(-8, None) if "q=" in query else slice(None if "exact" in query or "in=" in query else 1)
-                answers = {
-                    (answer.status_code, answer.content.count(b"data-state="))
-                    for digits in (owner[some], wrong[some])
-                    for answer in [client.get(f"{page}?{query.format(digits)}")]
-                }
-                assert len(answers) == 1, query
-                if not path and query.startswith("owner"):
-                    assert answers == {(400, 0)}
-        for key in ("a", "b"):
-            with db_lock(key, using=alias):
-                pass
-        for order in (*range(-8, 9), "owner", "-owner"):
-            orders = set()
-            for first, second in (("0", "f"), ("f", "0")):
-                for key, value in (("a", first), ("b", second)):
-                    run(database, "UPDATE locks SET owner = :owner WHERE lock_key = :key", owner=value, key=key)
-                text = client.get("/admin/dblock/lock/", {"o": order}).content.decode()
-                orders.add(text.find("/admin/dblock/lock/a/change/") < text.find("/admin/dblock/lock/b/change/"))
-            assert len(orders) == 1
-    found = "/admin/autocomplete/?app_label=dblock&model_name=lock&field_name=owner&term="
-    assert client.get(found).status_code == 403
-    connections[alias].close()
-
-
-LOOKUPS = (
-    *("exact", "iexact", "in", "startswith", "istartswith", "endswith", "iendswith", "contains", "icontains", "regex"),
-    *("iregex", "gt", "gte", "lt", "lte", "range", "isnull", "length", "length__gt", "nothing"),
-)
-
-
-def test_an_owner_is_found_whole_or_not_at_all(sqlite: Path) -> None:
-    """In both models, by whatever filters there are: the ORM itself knows no look-up that tells some of it."""
-    from django.core.exceptions import FieldError
-    from django.db.models import CharField
-    from django.db.models.functions import Length
-    from django.test.utils import register_lookup
-
-    from dblock import models
-
-    run("sqlite", "DELETE FROM locks")
-    run("sqlite", "DELETE FROM lock_waiters")
-    with register_lookup(CharField, Length):
-        for model, names in ((models.Lock, ["owner"]), (models.Waiter, ["owner", "pk"])):
-            for name in names:
-                for lookup in LOOKUPS:
-                    value: Any = {"in": ["a"], "isnull": False, "range": ("a", "b")}.get(lookup, "a")
-                    if lookup in {"exact", "in", "isnull"}:
-                        assert list(model.objects.filter(**{f"{name}__{lookup}": value})) == []
-                    else:
-                        with pytest.raises(FieldError):
-                            model.objects.filter(**{f"{name}__{lookup}": value})
-            assert not model._meta.get_field("owner").editable
-    assert not admin.site.is_registered(models.Waiter)
 
 
 @pytest.mark.direct
@@ -487,15 +355,7 @@ def test_signals_of_the_lease(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> 
         heard.append(("lost", sender, lock.key, lock.state, reason))
         done.set()
 
-    store = store_for("default")
-    execute = store.execute
-
-    def refuse(step: Execute) -> Rows:
-        if step.statement.name == "renew":
-            raise StoreConflict("down")
-        return execute(step)
-
-    monkeypatch.setattr(store, "execute", refuse)
+    fail(monkeypatch, StoreConflict, "renew")
     lock_at_risk.connect(at_risk)
     lock_lost.connect(fails)
     lock_lost.connect(lost)

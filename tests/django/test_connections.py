@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import django
 import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
@@ -26,25 +25,12 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
 from dblock.store import DjangoStore, store_for
-from tests.conftest import ALIASES, INNODB, SERVERS, ready, run
+from tests.conftest import INNODB, ready, run
 from tests.support.lab import together
 from tests.support.steps import NO_STORE
 
-
-@pytest.fixture
-def alias(database: str) -> Iterator[str]:
-    """Each database's alias, with its connections closed afterwards."""
-    yield ALIASES[database]
-    connections[ALIASES[database]].close()
-
-
-def sessions(database: str) -> list[Any]:
-    """The server's sessions but for the one that asks."""
-    if database == "postgresql":
-        sql = "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
-    else:
-        sql = "SELECT id FROM information_schema.processlist WHERE id <> connection_id() AND user = 'root'"
-    return [number for (number,) in run(database, sql)]
+PLACE = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+"""For what the pool does, and no database decides."""
 
 
 @pytest.fixture
@@ -76,25 +62,22 @@ STATES = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_one_lock_whatever_the_callers_session(state: str) -> None:
     """A rival in a transaction, the renewal and the release mean the table that the take meant."""
-    caller, found = connections["postgresql"], list[object]()
+    caller = connections["postgresql"]
 
     def rival() -> None:
         with transaction.atomic("postgresql"):
-            found.append(db_lock("k", using="postgresql", timeout=0).acquire())
+            assert not db_lock("k", using="postgresql", timeout=0).acquire()
         connections.close_all()
 
     with caller.cursor() as cursor:
         cursor.execute(state)
     with db_lock("k", using="postgresql", ttl=30) as lock:
-        thread = threading.Thread(target=rival)
-        thread.start()
-        thread.join()
+        apart(rival)
         lock.extend(40)
         assert lock.verify()
         with caller.cursor() as cursor:  # and in the middle of a tenure
             cursor.execute("RESET ALL")
         assert lock.verify()
-    assert found == [False]
     assert run("postgresql", "SELECT count(*) FROM elsewhere.locks") == [(0,)]
     assert run("postgresql", "SELECT owner FROM public.locks") == [(None,)]
 
@@ -161,31 +144,34 @@ def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(postgresql: object) -> N
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@PLACE
 def test_a_crowd_has_few_connections(database: str, alias: str) -> None:
-    """Forty threads inside transactions: at most MOST for taking and MOST for giving back, beside the callers' own."""
-    connections[alias].close()
-    before, start, most = len(sessions(database)), threading.Barrier(41), 0
+    """Forty threads: at most MOST for taking and MOST for giving back."""
+    others = "FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+
+    def sessions() -> int:
+        return int(str(run(database, f"SELECT count(*) {others}")[0][0]))
 
     def work(number: int) -> None:
-        start.wait(30)
         for _ in range(5):
             with db_lock(f"k{number}", using=alias):
                 pass
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(40)]
-    for thread in threads:
-        thread.start()
-    start.wait(30)
-    while any(thread.is_alive() for thread in threads):
-        most = max(most, len(sessions(database)) - before)
-    for thread in threads:
-        thread.join()
-    assert 0 < most <= 2 * MOST
+    def look() -> None:
+        while not done.wait(0.005):
+            counted.append(sessions())
+
+    connections[alias].close()
+    before, counted, done = sessions(), list[int](), threading.Event()
+    with ThreadPoolExecutor(1) as looking:
+        looking.submit(look)
+        assert together(*(partial(work, number) for number in range(40))) == []
+        done.set()
+    assert 0 < max(counted) - before <= 2 * MOST
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@PLACE
 def test_connections_outlive_requests(database: str, alias: str) -> None:
     """The end of a request with CONN_MAX_AGE 0 leaves the lock's connection."""
     connections[alias].ensure_connection()
@@ -199,7 +185,7 @@ def test_connections_outlive_requests(database: str, alias: str) -> None:
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@PLACE
 def test_no_connection_is_kept_to_a_test_database(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runner, which has turned the alias to it, will drop it."""
     pool: Any = store_for(alias)._source
@@ -216,7 +202,7 @@ def test_no_connection_is_kept_to_a_test_database(database: str, alias: str, mon
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@PLACE
 def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """AnyIO knows its cancellation again, also while the protocol deals with a lost answer."""
     execute, lost = DjangoStore.execute, list[str]()
@@ -285,23 +271,7 @@ def apart(function: Callable[[], None]) -> None:
         threads.submit(function).result()
 
 
-@pytest.mark.direct
-def test_a_test_database_can_be_dropped(postgresql: object) -> None:
-    """And a test runner that has turned an alias to another database finds the lock there."""
-    connection = connections["postgresql"]
-    with db_lock("k", using="postgresql"):
-        pass
-    old: dict[str, Any] = {"serialize": False} if django.VERSION < (6,) else {}  # later ones never do
-    name = connection.creation.create_test_db(verbosity=0, autoclobber=True, **old)
-    try:
-        with db_lock("only here", using="postgresql"):
-            assert run("postgresql", "SELECT lock_key FROM locks") == [("k",)]
-    finally:
-        connection.creation.destroy_test_db("postgres", verbosity=0)
-    assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
-
-
-@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@PLACE
 def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(database: str) -> None:
     """There Django refuses to close its own, and a session would stay until the garbage collector comes."""
     with db_lock("k", using=database):

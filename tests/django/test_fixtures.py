@@ -13,7 +13,9 @@ from django.db import connections
 
 from dblock import db_lock
 from dblock.models import Lock, Waiter
-from tests.conftest import ALIASES, run
+from tests.conftest import run
+
+pytestmark = pytest.mark.usefixtures("sqlite")
 
 FORMATS = ("json", "jsonl", "xml")
 ROWS = ("SELECT * FROM locks ORDER BY lock_key", "SELECT * FROM lock_waiters ORDER BY owner")
@@ -25,69 +27,59 @@ FROM locks WHERE lock_key = 'held'
 """
 
 
-def dumped(database: str, *arguments: str, **options: Any) -> str:
+def dumped(*arguments: str, **options: Any) -> str:
     """What `dumpdata` prints."""
     printed = StringIO()
-    call_command("dumpdata", *arguments, database=ALIASES[database], stdout=printed, **options)
+    call_command("dumpdata", *arguments, stdout=printed, **options)
     return printed.getvalue()
-
-
-def loaded(database: str, path: Path) -> None:
-    """Load a fixture."""
-    call_command("loaddata", path, database=ALIASES[database], verbosity=0)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("what", [("dblock",), ("dblock.lock", "dblock.waiter"), ()], ids=["app", "models", "all"])
-def test_no_token_is_dumped(database: str, kind: str, what: tuple[str, ...]) -> None:
+def test_no_token_is_dumped(kind: str, what: tuple[str, ...]) -> None:
     """In no format, and whatever is asked for: keys and holders are, tokens of holders and waiters are not."""
-    with db_lock("held", using=ALIASES[database]) as lock:
-        run(database, WAITER)
+    with db_lock("held") as lock:
+        run("sqlite", WAITER)
         for options in ({}, {"use_base_manager": True}, {"use_natural_primary_keys": True}):
-            text = dumped(
-                database, *what, format=kind, exclude=["auth", "contenttypes", "admin", "sessions"], **options
-            )
+            text = dumped(*what, format=kind, exclude=["auth", "contenttypes", "admin", "sessions"], **options)
             assert text.count("held") == 2
             assert lock.owner is not None
             assert lock.owner not in text
             assert "a-waiting-token" not in text
-        run(database, "DELETE FROM lock_waiters")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_loading_a_dump_changes_no_lock(database: str, kind: str, tmp_path: Path) -> None:
+def test_loading_a_dump_changes_no_lock(kind: str, tmp_path: Path) -> None:
     """Live tenures stay, those that have ended since do not come back, and rows that are gone stay away."""
-    alias = ALIASES[database]
     path = tmp_path / f"dump.{kind}"
-    with db_lock("held", using=alias) as lock, db_lock("left", using=alias), db_lock("gone", using=alias):
-        run(database, WAITER)
-        path.write_text(dumped(database, "dblock", format=kind))
-        run(database, "DELETE FROM lock_waiters")
+    with db_lock("held") as lock, db_lock("left"), db_lock("gone"):
+        run("sqlite", WAITER)
+        path.write_text(dumped("dblock", format=kind))
+        run("sqlite", "DELETE FROM lock_waiters")
     with lock:
-        run(database, "DELETE FROM locks WHERE lock_key = 'gone'")
-        before = [run(database, sql) for sql in ROWS]
-        loaded(database, path)
-        assert [run(database, sql) for sql in ROWS] == before
+        run("sqlite", "DELETE FROM locks WHERE lock_key = 'gone'")
+        before = [run("sqlite", sql) for sql in ROWS]
+        call_command("loaddata", path, verbosity=0)
+        assert [run("sqlite", sql) for sql in ROWS] == before
         assert lock.verify()
 
 
-def test_nor_does_one_that_has_tokens(database: str, tmp_path: Path) -> None:
+def test_nor_does_one_that_has_tokens(tmp_path: Path) -> None:
     """A fixture that was written by another version, or by hand."""
     path = tmp_path / "old.json"
-    with db_lock("held", using=ALIASES[database]) as lock:
-        row = Lock.objects.using(ALIASES[database]).get(pk="held")
-        text = serializers.serialize("json", [row]).replace('"owner": null', '"owner": "stolen"')
+    with db_lock("held") as lock:
+        text = serializers.serialize("json", Lock.objects.all()).replace('"owner": null', '"owner": "stolen"')
         assert "stolen" in text
         path.write_text(text)
-        loaded(database, path)
+        call_command("loaddata", path, verbosity=0)
         assert lock.verify()
     assert not lock.locked()
 
 
-def test_a_flush_forgets_locks(sqlite: object) -> None:
+def test_a_flush_forgets_locks() -> None:
     """What a TransactionTestCase with serialized_rollback puts back is everything but locks."""
     connection = connections["default"]
-    with db_lock("held", using="default"):
+    with db_lock("held"):
         kept = connection.creation.serialize_db_to_string()
     run("sqlite", "DELETE FROM locks")
     connection.creation.deserialize_db_from_string(kept)
