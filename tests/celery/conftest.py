@@ -18,6 +18,8 @@ from celery._state import _set_current_app, _tls
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.pool import NullPool
 
+from dblock.celery import skipped
+from dblock.core.errors import LockTimeout
 from sqlalchemy_dblock import metadata
 from tests.celery import locked
 from tests.conftest import ready, run, url
@@ -46,39 +48,52 @@ def beats_site(directory: Path) -> dict[str, str]:
     return {**PLAIN, "DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": f"{directory}/db.sqlite3"}
 
 
-class Worker:
-    """A worker with a pool of processes, on the app `locked`."""
+class Process:
+    """A process of Celery's, whose log can be read."""
 
-    def __init__(
-        self, environment: dict[str, str], log: Path, *arguments: str, app: str = "tests.celery.locked"
-    ) -> None:
+    def __init__(self, environment: dict[str, str], log: Path, *command: str) -> None:
         self.log = log
-        command = [sys.executable, "-m", "celery", "-A", app, "worker", "--loglevel=INFO", "--without-gossip"]
-        if not any(each.startswith("--pool") for each in arguments):
-            arguments = (*arguments, "--pool=prefork")
-        if not any(each.startswith("--concurrency") for each in arguments):
-            arguments = (*arguments, "--concurrency=4")
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [*command, "--without-mingle", "-n", f"{log.name}@%h", *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=file,
+                [sys.executable, "-m", "celery", *command], cwd=ROOT, env=environment, stdout=file, stderr=file
             )
-
-    def wait_until_ready(self) -> None:
-        """It takes tasks."""
-        wait_until(lambda: self.ready() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.text()
-
-    def ready(self) -> bool:
-        """Whether it takes tasks."""
-        return self.process.poll() is None and " ready." in self.text()
 
     def text(self) -> str:
         """What it has logged."""
         return self.log.read_text()
+
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.process.poll() is not None
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Until it is true of this process, which has not ended."""
+        wait_until(lambda: condition() or self.over())
+        assert not self.over(), self.text()
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        if not self.over():
+            self.process.send_signal(how)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+
+
+class Worker(Process):
+    """A worker with a pool of processes, on the app `locked`."""
+
+    def __init__(self, environment: dict[str, str], log: Path, *told: str, app: str = "tests.celery.locked") -> None:
+        pool = () if any(each.startswith("--pool") for each in told) else ("--pool=prefork",)
+        defaults = ("--concurrency=4", "--loglevel=INFO", "--without-gossip", "--without-mingle", *pool)
+        super().__init__(environment, log, "-A", app, "worker", "-n", f"{log.name}@%h", *defaults, *told)
+
+    def ready(self) -> bool:
+        """Whether it takes tasks."""
+        return not self.over() and " ready." in self.text()
 
     def children(self) -> list[int]:
         """The processes of its pool."""
@@ -87,7 +102,7 @@ class Worker:
 
     def kill(self) -> None:
         """End it and the processes of its pool, whatever they do."""
-        if self.process.poll() is None:
+        if not self.over():
             self.process.send_signal(signal.SIGSTOP)  # it starts no others in their place
             children = self.children()
             self.process.kill()
@@ -95,17 +110,6 @@ class Worker:
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-                raise
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 100.0) -> None:
@@ -153,7 +157,7 @@ class Celery:
         self._started += 1
         worker = Worker(environment, self._directory / f"worker{self._started}", *arguments)
         self.workers.append(worker)
-        worker.wait_until_ready()
+        worker.wait_until(worker.ready)
         return worker
 
     def close(self) -> None:
@@ -235,6 +239,17 @@ def overlaps() -> list[Any]:
             found.append((before, each))
         last[each.resource] = each
     return found
+
+
+def ended_as_told(policy: str, scope: str, outcomes: list[Any], refused: int) -> None:
+    """Each task was done, left out or failed, as its policy says; so many were not sent."""
+    left_out = [each for each in outcomes if skipped(each)]
+    failed = [each for each in outcomes if isinstance(each, LockTimeout)]
+    done = [each for each in outcomes if isinstance(each, str) and each.startswith("done")]
+    assert len(done) + len(left_out) + len(failed) == len(outcomes)
+    assert not left_out or policy == "skip"
+    assert not failed or policy == "raise"
+    assert not refused or (policy == "raise" and scope != "run")
 
 
 def held() -> list[Any]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import sys
 import threading
 import time
 from typing import Any
@@ -159,12 +158,6 @@ def heedless(self: Any, resource: str) -> str:
         except LockLost:
             return "a failure, whatever is returned"
     return "done"
-
-
-@app.task
-def has_django() -> bool:
-    """Whether a worker of this app has imported it."""
-    return "django.db" in sys.modules
 
 
 @app.task(ignore_result=True)

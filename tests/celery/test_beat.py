@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from sqlalchemy_dblock import db_lock
 from tests.conftest import ALIASES, ready, run, timed, url
 
 HOUR = 3600.0
+TWO = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
 
 
 class Beat:
@@ -55,6 +57,11 @@ class Beat:
         """Let it run for a while."""
         return [self.scheduler.tick() for _ in range(times)]
 
+    def take_over(self) -> None:
+        """Become active, and send nothing yet."""
+        assert self.scheduler._wait()
+        self.scheduler._take_over()
+
     def close(self) -> None:
         """End it in order."""
         self.scheduler.close()
@@ -62,18 +69,18 @@ class Beat:
             self._engine.dispose()
 
 
-@pytest.fixture(params=["django", "sqlalchemy"])
-def face(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["postgresql"])
+def database(request: pytest.FixtureRequest) -> str:
+    """One: what each of them makes of a state and of a leader is tested in `tests/contract`."""
+    return ready(request, request.param)
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest, database: str) -> Iterator[Callable[..., Beat]]:
+def make(database: str) -> Iterator[Callable[..., Beat]]:
     """Makes beats on one database."""
     made = list[Beat]()
 
     def maker(face: str = "sqlalchemy", **differently: Any) -> Beat:
-        ready(request, database)
         made.append(Beat(face, database, **differently))
         return made[-1]
 
@@ -116,6 +123,28 @@ def raises(error: Exception, task: str) -> Callable[[str], object]:
     return fail
 
 
+@contextmanager
+def unanswered(after: int = 0, *, written: bool = False) -> Iterator[None]:
+    """No write of a state is answered after so many, be it written or not."""
+    write, writes = states.write, itertools.count()
+
+    def lose(*arguments: Any) -> Any:
+        answered = next(writes) < after
+        done = (yield from write(*arguments)) if answered or written else None
+        if not answered:
+            raise StoreUnanswered("lost")
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "write", lose)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("face", "database"),
+    [("django", "sqlite"), ("django", "postgresql"), ("sqlalchemy", "postgresql")],
+    indirect=["database"],
+)
 def test_what_is_due_is_sent_once_and_the_next_one_knows(
     make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
 ) -> None:
@@ -158,8 +187,7 @@ def test_a_beat_that_was_deposed_sends_nothing(
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
     with caplog.at_level(logging.INFO):
-        assert beat.scheduler._wait()
-        beat.scheduler._take_over()
+        beat.take_over()
         leave(database, 2**62, e=(1.0, 6))
         assert beat.tick() == [PAUSE]
     assert beat.sent == []
@@ -167,67 +195,41 @@ def test_a_beat_that_was_deposed_sends_nothing(
     assert "not active any more" in caplog.text
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the time pass after which what was away is tried again, which is short."""
-    monkeypatch.setattr(beat_module, "PAUSE", 0.05)
-    return lambda: time.sleep(0.06)
-
-
 @pytest.mark.parametrize("away", ["e", "f"])
 def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], soon: Callable[[], None], away: str
+    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
-    """Once; and in the meantime others have their turns, whichever of them is the first in the schedule."""
+    """Once; and in the meantime others have their turns, whichever of them is the first in the schedule.
+
+    The next beat would send it too: the state says that it was not sent.
+    """
+    monkeypatch.setattr(beat_module, "PAUSE", 0.05)
     other = {"e": "f", "f": "e"}[away]
     leave(database, 1, e=(2 * HOUR, 5), f=(2 * HOUR, 5))
-    beat = make(entries={name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")})
+    before, beat = known()[away], make(entries=TWO)
     beat.on_send = raises(OperationalError("away"), away)
     for _ in range(3):
         beat.tick(3)
-        soon()
+        time.sleep(0.06)
     assert beat.sent == [other]
-    assert known()[away][1] == 5
+    assert known()[away] == before
     beat.on_send = str
     beat.tick(3)
     assert beat.sent == [other, away]
     assert known()[away][1] == 6
 
 
-def test_what_the_broker_did_not_take_is_sent_by_the_next_beat(make: Callable[..., Beat], database: str) -> None:
-    """Where the active one ends first."""
-    leave(database, 1, e=(2 * HOUR, 5))
-    first = make()
-    first.on_send = raises(OperationalError("away"), "t")
-    first.tick()
-    first.scheduler.close()
-    second = make()
-    second.tick()
-    assert (first.sent, second.sent) == ([], ["t"])
-
-
 def test_who_knows_that_it_sent_nothing_does_not_forget_it(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Beat], database: str, known: Callable[[], Any]
 ) -> None:
     """Broker and database were away at once: it is sent when both are back."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
-    beat.scheduler._wait()
-    beat.scheduler._take_over()
-    writes = list[str]()
-    real = states.write
-
-    def write(*arguments: Any) -> Any:
-        writes.append(arguments[-1])
-        if len(writes) > 1:
-            raise StoreUnanswered("away")
-        return (yield from real(*arguments))
-
-    monkeypatch.setattr(states, "write", write)
+    beat.take_over()
     beat.on_send = raises(OperationalError("away"), "t")
-    assert beat.tick() == [PAUSE]
+    with unanswered(after=1):
+        assert beat.tick() == [PAUSE]
     assert known()["e"][1] == 6
-    monkeypatch.setattr(states, "write", real)
     beat.on_send = str
     beat.tick(2)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
@@ -238,7 +240,7 @@ def test_a_broker_that_cannot_be_reached_ends_no_beat(
 ) -> None:
     """Nothing is claimed before there is a connection, which is a new one after a message that was not taken."""
     leave(database, 1, e=(2 * HOUR, 5), f=(2 * HOUR, 5))
-    beat = make(entries={name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")})
+    beat = make(entries=TWO)
     real = beat.scheduler._ensure_connected
 
     def fail(*_: object) -> None:
@@ -260,8 +262,7 @@ def test_a_broker_that_cannot_be_reached_ends_no_beat(
 def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..., Beat], database: str) -> None:
     """It is logged and left out, as Celery does."""
     leave(database, 1, e=(2 * HOUR, 5), f=(HOUR + 1, 5))
-    entries = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
-    beat = make(entries=entries)
+    beat = make(entries=TWO)
     beat.on_send = raises(EncodeError("no JSON"), "e")
     beat.tick(4)
     assert beat.sent == ["f"]
@@ -269,43 +270,25 @@ def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_claim_whose_answer_is_lost_is_claimed_again(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, written: bool
+    make: Callable[..., Beat], database: str, known: Callable[[], Any], written: bool
 ) -> None:
     """Whether it was written or not: it is sent once."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
-    assert beat.scheduler._wait()
-    beat.scheduler._take_over()
-    real = states.write
-
-    def write(*arguments: Any) -> Any:
-        monkeypatch.setattr(states, "write", real)
-        if written:
-            yield from real(*arguments)
-        raise StoreUnanswered("lost")
-
-    monkeypatch.setattr(states, "write", write)
-    assert beat.tick() == [PAUSE]
+    beat.take_over()
+    with unanswered(written=written):
+        assert beat.tick() == [PAUSE]
     assert beat.sent == []
     beat.tick(3)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_a_claim_of_an_earlier_term_is_forgotten(
-    make: Callable[..., Beat], database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_of_an_earlier_term_is_forgotten(make: Callable[..., Beat], database: str) -> None:
     """Another beat has sent the entry since."""
     leave(database, 1, e=(2 * HOUR, 5))
     first, second = make(), make()
-    assert first.scheduler._wait()
-    first.scheduler._take_over()
-
-    def write(*_: Any) -> Any:
-        yield from ()
-        raise StoreUnanswered("lost")
-
-    with monkeypatch.context() as away:
-        away.setattr(states, "write", write)
+    first.take_over()
+    with unanswered():
         assert first.tick() == [PAUSE]
     first.scheduler._stand_by()
     second.tick(2)

@@ -6,8 +6,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 from kombu import Connection
 
-from tests.celery.conftest import PLAIN, ROOT, beats_site, django, wait_until
+from tests.celery.conftest import PLAIN, Process, beats_site, django, wait_until
 from tests.conftest import run, url
 from tests.support.servers import Redis
 
@@ -31,23 +29,18 @@ class Beats:
     def __init__(self, broker: str, directory: Path, **environment: str) -> None:
         self._directory, self._broker, self._queue = directory, broker, directory.name
         self.environment = {**PLAIN, "BEATS_BROKER": broker, "BEATS_QUEUE": self._queue, **environment}
-        self.processes = dict[str, subprocess.Popen[bytes]]()
+        self.processes = dict[str, Process]()
 
     def start(self) -> str:
         """One more; its name."""
         name = f"beat{len(self.processes)}"
-        command = [sys.executable, "-m", "celery", "-A", "tests.celery.beats", "beat", "--loglevel=INFO", "--pidfile="]
-        with open(self._directory / name, "wb") as log:
-            self.processes[name] = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
-        wait_until(lambda: re.search(r"beat: (active|standing by)", self.text(name)) or self.over(name))
-        assert not self.over(name), self.text(name)
+        command = ("-A", "tests.celery.beats", "beat", "--loglevel=INFO", "--pidfile=")
+        self.processes[name] = beat = Process(self.environment, self._directory / name, *command)
+        beat.wait_until(lambda: re.search(r"beat: (active|standing by)", beat.text()))
         return name
 
     def text(self, name: str) -> str:
-        return (self._directory / name).read_text()
-
-    def over(self, name: str) -> bool:
-        return self.processes[name].poll() is not None
+        return self.processes[name].text()
 
     def active(self) -> str:
         """The last one that became active."""
@@ -56,7 +49,7 @@ class Beats:
 
     def end(self, how: signal.Signals, *, of: str) -> None:
         """Send it a signal, and wait for another one to be active that sends."""
-        self.processes[of].send_signal(how)
+        self.processes[of].process.send_signal(how)
         wait_until(lambda: self.active() != of)
         heir = self.active()
         wait_until(lambda: "Sending due task" in self.text(heir).rpartition("beat: active")[2])
@@ -76,15 +69,11 @@ class Beats:
         return found
 
     def close(self) -> None:
-        for process in self.processes.values():
-            process.send_signal(signal.SIGCONT)
-            process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for beat in self.processes.values():
+            beat.process.send_signal(signal.SIGCONT)
+            beat.process.terminate()
+        for beat in self.processes.values():
+            beat.stop()
 
 
 @pytest.fixture
@@ -139,7 +128,7 @@ def test_after_a_kill_or_a_freeze_another_one_sends(
             beats.end(how, of=victim)
             if how is signal.SIGSTOP:
                 said = len(beats.text(victim))
-                beats.processes[victim].send_signal(signal.SIGCONT)
+                beats.processes[victim].process.send_signal(signal.SIGCONT)
                 wait_until(lambda: "not active any more" in beats.text(victim)[said:])  # noqa: B023
                 assert "Sending" not in beats.text(victim)[said:]
     found = gaps(beats.sent())
@@ -224,7 +213,7 @@ def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Pat
     assert "Traceback" not in logs
 
 
-UNSENT = """
+WRITTEN = """
 from celery import Celery
 from django.core.management import call_command
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
@@ -237,6 +226,7 @@ often, _ = IntervalSchedule.objects.get_or_create(every=1, period="seconds")
 PeriodicTask.objects.create(name="once", task="t", interval=often, one_off=True)
 app = Celery("beats", broker="memory://")
 app.conf.beat_sync_every = 1
+app.conf.beat_schedule = {"daily": {"task": "t", "schedule": 86400.0}}
 scheduler = DatabaseScheduler(app)
 sent = []
 
@@ -252,34 +242,19 @@ while len(sent) < 3:
     assert (row.enabled, row.total_run_count) == (True, 0), len(sent)
     time.sleep(max(0.0, min(scheduler.tick(), 0.1)))
 assert PeriodicTask.objects.get(name="once").total_run_count == 1
+begun = scheduler.schedule["daily"].last_run_at
+scheduler.close()
+time.sleep(0.1)
+scheduler = DatabaseScheduler(app)
+scheduler.tick()
+assert scheduler.schedule["daily"].last_run_at == begun
 scheduler.close()
 """
 
 
-def test_what_the_broker_did_not_take_is_not_written_down_as_sent(tmp_path: Path) -> None:
-    """Though Celery has the schedule saved with each message, sent or not."""
-    _ = django(UNSENT, beats_site(tmp_path))
+def test_what_a_beat_writes_down_in_djangos_database(tmp_path: Path) -> None:
+    """Nothing that the broker did not take, though Celery has the schedule saved with each message, sent or not.
 
-
-NEW = """
-import time
-from celery import Celery
-from django.core.management import call_command
-from dblock.celery import DatabaseScheduler
-call_command("migrate", verbosity=0)
-app = Celery("beats", broker="memory://")
-app.conf.beat_schedule = {"daily": {"task": "t", "schedule": 86400.0}}
-moments = []
-for _ in range(2):
-    scheduler = DatabaseScheduler(app)
-    scheduler.tick()
-    moments.append(scheduler.schedule["daily"].last_run_at)
-    scheduler.close()
-    time.sleep(0.1)
-assert moments[0] == moments[1], moments
-"""
-
-
-def test_an_entry_of_the_settings_that_is_new_counts_from_the_first_beat(tmp_path: Path) -> None:
-    """Though each beat that becomes active saves its row anew: a fail-over does not begin that time again."""
-    _ = django(NEW, beats_site(tmp_path))
+    An entry of the settings that is new counts from the first beat, though each that becomes active saves its row anew.
+    """
+    _ = django(WRITTEN, beats_site(tmp_path))

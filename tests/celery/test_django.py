@@ -14,6 +14,9 @@ from dblock.celery import current_lock, locked_task
 from tests.celery.test_runs import Site
 from tests.conftest import ALIASES, run
 
+pytestmark = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
+"""A server, and SQLite for the rules of its one writer."""
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:

@@ -23,6 +23,7 @@ def app() -> Iterator[celery.Celery]:
     app.close()
 
 
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: object, database: str) -> None:
     """Rows of locks, and of those who waited and died."""
     from dblock.tasks import reap_expired
@@ -45,13 +46,13 @@ def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: object, dat
 
 
 def test_it_is_made_for_an_app_without_django(tmp_path: Path) -> None:
-    """Under the name that the schedule calls."""
+    """Under the name that the schedule calls; and so are locked tasks."""
     code = """
 import sys
 sys.modules["django"] = None
 from celery import Celery
 from sqlalchemy import create_engine
-from dblock.celery import beat_schedule, reaper
+from dblock.celery import beat_schedule, locked_task, reaper
 from sqlalchemy_dblock import db_lock, metadata
 
 app = Celery("plain", broker="memory://", backend="cache+memory://", set_as_current=True)
@@ -64,6 +65,11 @@ task = reaper(lambda: engine, retention=0)
 assert (entry["schedule"], entry["options"]) == (60.0, {"expires": 60.0})
 found = app.tasks[entry["task"]].apply(kwargs=entry["kwargs"]).get()
 assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, found
+
+@locked_task("k", engine=engine, app=app)
+def work():
+    return "done"
+assert work.apply().get() == "done"
 """
     _ = python(code, str(tmp_path))
 

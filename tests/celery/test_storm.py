@@ -14,10 +14,9 @@ from collections.abc import Callable
 import pytest
 from celery.exceptions import TimeoutError as NotYet
 
-from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
 from tests.celery import locked
-from tests.celery.conftest import Celery, overlaps, redelivering, runs
+from tests.celery.conftest import Celery, ended_as_told, overlaps, redelivering, runs
 
 pytestmark = pytest.mark.workers
 
@@ -32,7 +31,7 @@ def supervise(celery: Celery, over: threading.Event) -> None:
     """Start a worker again that has ended, as systemd would: kombu's Redis transport may fail where it reconnects."""
     while not over.wait(0.5):
         for worker in list(celery.workers):
-            if worker.process.poll() is not None:
+            if worker.over():
                 celery.workers.remove(worker)
                 _ = celery.worker()
 
@@ -97,12 +96,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
     # Redis's transport loses what it has just taken from the server when that goes away: no worker has heard of it.
     lost = {name for name in results.keys() - outcomes.keys() if kind != "redis" or name in log}
     assert not lost, log[-3000:]
-    left_out = sum(skipped(each) for each in outcomes.values())
-    failed = [each for each in outcomes.values() if isinstance(each, Exception)]
-    assert not [each for each in failed if not isinstance(each, LockTimeout)]
-    assert not left_out or policy == "skip"
-    assert not failed or policy == "raise"
-    assert not refused or (policy == "raise" and scope != "run")
+    ended_as_told(policy, scope, [*outcomes.values()], refused)
     # A killed run has no end, and the run after it waited for its lease to end.
     assert not [each for each in overlaps() if each[0].ended is not None]
     finished = Counter(each.task for each in runs() if each.ended is not None)
