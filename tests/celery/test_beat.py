@@ -28,7 +28,7 @@ from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
-from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, ready, run, timed, url
 
 HOUR = 3600.0
@@ -353,8 +353,6 @@ def test_a_database_that_is_away_ends_no_beat(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says so once, and is active when the database is back."""
-    from sqlalchemy_dblock import metadata
-
     timed(monkeypatch, single_try=0.25)  # a file is opened at once
     path = tmp_path / "there" / "beat.sqlite3"
     engine = create_engine(f"sqlite:///{path}")

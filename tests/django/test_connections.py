@@ -11,16 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import django
 import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.test import override_settings
 
 from dblock import LockStoreError, db_lock
-from dblock.connections import MOST, _configured
+from dblock.connections import MOST
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
@@ -185,19 +186,23 @@ def test_connections_outlive_requests(database: str, alias: str) -> None:
 
 
 @pytest.mark.direct
-@PLACE
-def test_no_connection_is_kept_to_a_test_database(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runner, which has turned the alias to it, will drop it."""
-    pool: Any = store_for(alias)._source
-    with monkeypatch.context() as patch:
-        patch.setitem(_configured, alias, ("the real one",))
-        pool._location = None
+def test_a_test_database_can_be_dropped(postgresql: object) -> None:
+    """A test runner that has turned an alias to another database finds the lock there; no connection to it is kept."""
+    connection, pool = connections["postgresql"], cast("Any", store_for("postgresql")._source)
+    with db_lock("k", using="postgresql"):
+        pass
+    old: dict[str, Any] = {"serialize": False} if django.VERSION < (6,) else {}  # later ones never do
+    name = connection.creation.create_test_db(verbosity=0, autoclobber=True, **old)
+    try:
         for _ in range(2):
-            with db_lock("k", using=alias):
+            with db_lock("only here", using="postgresql"):
+                assert run("postgresql", "SELECT lock_key FROM locks") == [("k",)]
                 assert pool._idle == []
         assert pool._idle == []
-    pool._location = None
-    with db_lock("k", using=alias):
+    finally:
+        connection.creation.destroy_test_db("postgres", verbosity=0)
+    assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
+    with db_lock("k", using="postgresql"):
         assert len(pool._idle) == 1
 
 

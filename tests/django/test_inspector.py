@@ -15,6 +15,7 @@ import pytest
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
 from django.core.exceptions import FieldError
 from django.db import connections
 from django.db.models import CharField, F
@@ -71,8 +72,6 @@ class Site:
 
     def user(self, *permissions: str, **options: Any) -> Client:
         """Somebody of the staff who may do so much."""
-        from django.contrib.auth.models import Permission, User  # once the apps are there
-
         User.objects.filter(username="oncall").delete()
         user = User.objects.create_user("oncall", is_staff=True)
         user.user_permissions.set(Permission.objects.filter(codename__in=permissions, content_type__app_label="dblock"))

@@ -24,6 +24,7 @@ from django.utils.translation.template import templatize
 
 from dblock.core.errors import Reason
 from dblock.core.observing.events import How
+from dblock.models import LockEvent
 from dblock.operating.wording import said, span
 from tests.browser.site import LIST, PERMISSIONS, session, world
 from tests.conftest import run
@@ -131,8 +132,6 @@ class Texts(HTMLParser):
 
 def happened() -> None:
     """Events of every kind."""
-    from dblock.models import LockEvent
-
     who = {"host": "web-1", "pid": 811, "thread": "MainThread", "program": "gunicorn", "celery_task_id": "5f1c"}
     kinds = ("acquired", "gave_up", "released", "lost", "at_risk", "forced", "reaped", "omitted")
     details = ("handed_over", "timeout", "released", "taken over", "", "ann: it_hangs", "3, 2", "17")

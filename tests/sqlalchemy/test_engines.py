@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import re
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -377,8 +378,6 @@ def test_threads_that_share_one_database_in_memory() -> None:
 
 def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
     """`create_tables`, with the driver's error as the cause."""
-    import sqlite3
-
     engine = create_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
     with pytest.raises(LockStoreError, match="create_tables") as caught:
         db_lock(engine, "k").acquire()

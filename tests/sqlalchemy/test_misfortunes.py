@@ -18,9 +18,10 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
+from dblock import store as django_stores
 from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.drivers import sessions
+from dblock.drivers import mariadb, sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
@@ -151,7 +152,6 @@ def test_members_of_a_text_enum_are_their_value(database: str) -> None:
 
 def test_threads_that_ask_at_once_get_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many threads that use a database for the first time at once share one place for their holds: on both faces."""
-    from dblock import store as django_stores
 
     def slowly(original: type[Any]) -> Callable[..., Any]:
         def make(*given: Any) -> Any:
@@ -216,10 +216,8 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
 )
 def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, database: str, count: str) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
-    import dblock.drivers.mariadb
-
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
-    monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
+    monkeypatch.setattr(mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):
         with db_lock(engine, "k"):
