@@ -10,6 +10,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from dblock import db_lock
+from dblock.tasks import reap_expired
 from tests.celery.conftest import beats_site, django, python
 from tests.conftest import ALIASES, run
 
@@ -26,8 +27,6 @@ def app() -> Iterator[celery.Celery]:
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: object, database: str) -> None:
     """Rows of locks, and of those who waited and died."""
-    from dblock.tasks import reap_expired
-
     alias = ALIASES[database]
     for key in ("a", "b"):
         with db_lock(key, using=alias):

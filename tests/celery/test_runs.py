@@ -305,7 +305,7 @@ def test_a_run_that_is_not_entered_twice(site: Site, scope: str, reentrant: bool
     """The body's own take of the key is refused."""
 
     @site.task("k", scope=scope, reentrant=reentrant)
-    def work(self: Any) -> bool:
+    def work(self: Any) -> Any:
         lock = db_lock(site.engine, "k")
         if acquired := lock.acquire(blocking=False):
             lock.release()

@@ -335,15 +335,15 @@ def test_opentelemetry(
     ]
     assert len(outcomes) == 5
     for span in spans:
-        attributes = dict(span.attributes or {})
+        said = dict(span.attributes or {})
         assert (span.end_time or 0) - (span.start_time or 0) >= 0
-        assert str(attributes["dblock.key"]).startswith(str(attributes["dblock.group"]))
-        failed = attributes["dblock.group"] == "broken"
+        assert str(said["dblock.key"]).startswith(str(said["dblock.group"]))
+        failed = said["dblock.group"] == "broken"
         assert (span.status.status_code is StatusCode.ERROR) == failed
-        if attributes["dblock.outcome"] != "gave_up":
-            assert attributes["dblock.fence"]
+        if said["dblock.outcome"] != "gave_up":
+            assert said["dblock.fence"]
         elif not failed:
-            assert attributes["error.type"] == "timeout"
+            assert said["error.type"] == "timeout"
     ours = [span for span in spans if span.parent is not None]
     assert {span.parent.span_id for span in ours if span.parent} == {request.get_span_context().span_id}
     assert len(ours) == 3, "those of other threads have no parent"

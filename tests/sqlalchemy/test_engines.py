@@ -146,7 +146,8 @@ def test_untried_drivers_and_other_databases_are_refused(name: str) -> None:
 
 def test_a_connection_is_no_engine(engine: Engine) -> None:
     """Sync or async, a session neither: the lock has connections of its own. It is told where there is an engine."""
-    asynchronous, untyped = create_async_engine("sqlite+aiosqlite://"), [db_lock, lambda wrong, _: reap(wrong)]
+    asynchronous = create_async_engine("sqlite+aiosqlite://")
+    untyped: list[Any] = [db_lock, lambda wrong, _: reap(wrong)]
 
     def refused(wrong: Any, words: str) -> None:
         for call in untyped:
