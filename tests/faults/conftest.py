@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from sqlalchemy import Engine, create_engine, make_url, text
 
 from dblock.connections import DjangoPool
+from dblock.core.holding.flow import Hold
 from dblock.store import store_for
-from tests.conftest import INNODB, POOLER, collect, ready
-from tests.support.lab import FEW, LONG, Wired, close_django, ledger, nobody_withdraws, threads, until
+from tests.conftest import INNODB, POOLER, collect, ready, url
+from tests.support.lab import FEW, LONG, Wired, close_django, hold_of, ledger, nobody_withdraws, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
 
@@ -38,8 +42,26 @@ SEVERAL_WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[3], ALL_WIRES[4]
 """Each database, variant and face at least once, and four drivers."""
 EACH_WIRE = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[3], ALL_WIRES[4], *ALL_WIRES[9:]]
 """Those of the last that make each database, variant and face: for tests that wait for seconds."""
+LISTENERS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock: listener%'",
+    **dict.fromkeys(
+        INNODB, "SELECT id FROM information_schema.processlist WHERE info LIKE 'SELECT lock_waiters.ticket%'"
+    ),
+}
+"""The sessions that listen."""
 if POOLER:  # where asyncpg learns a statement's types in round trips of their own
     WIRES = [ALL_WIRES[0], ALL_WIRES[2], ALL_WIRES[5]]
+
+
+def long_run(seconds: int, missing: str = "") -> Callable[[Any], Any]:
+    """Marks a test as a part of `make faults` that takes at most so many seconds, and may be without what it needs."""
+
+    def marked(test: Any) -> Any:
+        test = pytest.mark.skipif(bool(missing), reason=missing)(test)
+        test = pytest.mark.skipif(not LONG, reason="part of `make faults`")(test)
+        return pytest.mark.timeout(seconds)(test)
+
+    return marked
 
 
 def name_of(wire: tuple[str, ...]) -> str:
@@ -58,6 +80,34 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         close_django(subject.database)
 
 
+@contextlib.contextmanager
+def proxied(
+    database: str, driver: str = "", make: Callable[..., Any] = create_engine, **options: Any
+) -> Iterator[tuple[Proxy, Any]]:
+    """A proxy before a server, and an engine whose connections go through it."""
+    where = make_url(url(database, driver))
+    assert where.port is not None
+    with Proxy(0, where.port) as proxy:
+        engine = make(where.set(port=proxy.port), **options)
+        yield proxy, engine
+        if make is create_engine:
+            engine.dispose()
+
+
+READ_ONLY = {
+    "postgresql": ("ALTER SYSTEM SET default_transaction_read_only = {}", "SELECT pg_reload_conf()"),
+    "mariadb": ("SET GLOBAL read_only = {}",),
+    "mysql": ("SET GLOBAL super_read_only = {}", "SET GLOBAL read_only = {}"),
+}
+
+
+def make_read_only(engine: Engine, on: bool) -> None:
+    """Let a server take no writes, or take them again; only who may do anything can still write to MariaDB."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        for sql in READ_ONLY["mariadb" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name]:
+            connection.execute(text(sql.format("ON" if on else "OFF")))
+
+
 @dataclass
 class Wire:
     """A subject whose statements go through a proxy, and the same without it."""
@@ -67,6 +117,12 @@ class Wire:
     proxy: Proxy
     actor: Actor
     """A flow that uses the subject."""
+
+    def acquired(self, **options: Any) -> tuple[Any, Hold]:
+        """A lock that the actor has acquired, and its hold."""
+        lock = self.subject.lock("k", **options)
+        assert self.actor.call(lock, "acquire")
+        return lock, self.actor.do(lambda: hold_of(lock))
 
 
 @pytest.fixture(params=WIRES, ids=name_of)

@@ -27,7 +27,8 @@ from dblock.core.protocol.drive import drive
 from dblock.operating.administration import force_release
 from sqlalchemy_dblock import db_lock
 from tests.conftest import DATABASES, POOLER, observer, url
-from tests.support.lab import LONG, ROOT, until
+from tests.faults.conftest import long_run
+from tests.support.lab import ROOT, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 
@@ -223,8 +224,7 @@ FAULTS: list[tuple[str, Fault]] = [(point, fault) for point in POINTS for fault 
 FAULTS += [("guarded", unheard), ("guarded", unanswered)]
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.timeout(240)
+@long_run(240)
 @pytest.mark.parametrize("workers", ["sync", "gthread"])
 @pytest.mark.parametrize("database", DATABASES)
 def test_the_checkout_says_what_is_true(

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import cast
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from dblock.core import clock
-from sqlalchemy_dblock import LockError, StaleSnapshot, create_tables, db_lock
+from sqlalchemy_dblock import LockError, StaleSnapshot, db_lock
+from tests.faults.conftest import long_run
 from tests.support.beliefs import Belief, Crowd, check, crowd
 from tests.support.clusters import Arbitrator, Etcd, GroupMember, Patroni, Pgpool, missing
-from tests.support.failover import URLS, pair_of
+from tests.support.failover import URLS, make_tables, pair_of
 from tests.support.lab import LONG, until
 from tests.support.network import Network, possible
 from tests.support.proxy import Proxy
@@ -29,6 +31,8 @@ from tests.support.servers import Galera, MySQL, PgBouncer, PostgreSQL, Standby,
 
 MARIADB = {"ENGINE": "django.db.backends.mysql", "USER": "root", "OPTIONS": {"ssl_disabled": True}}
 """Django's settings for private servers."""
+OF_MYSQL = "mysql+pymysql://root@127.0.0.1:{}/locks?ssl_disabled=true"
+NO_MYSQL = "" if MySQL.installed() else "needs MySQL itself: make mysql"
 
 pytestmark = [
     pytest.mark.direct,
@@ -69,9 +73,7 @@ def opened(load: Crowd, seconds: float) -> bool:
     return until(lambda: load.since(moment), seconds + 25)
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(bool(missing("etcd", "patroni")), reason=missing("etcd", "patroni"))
-@pytest.mark.timeout(1800)
+@long_run(1800, missing("etcd", "patroni"))
 def test_patroni_elects_another_leader() -> None:
     """The leader is killed with its Patroni, is cut off from etcd, or hands over; clients know all members."""
     chance, rounds = random.Random(37), 6
@@ -85,9 +87,7 @@ def test_patroni_elects_another_leader() -> None:
             "PORT": ",".join(str(each.port) for each in members),
             "OPTIONS": {"target_session_attrs": "read-write"},
         }
-        engine = create_engine(url)
-        create_tables(engine)
-        engine.dispose()
+        make_tables(url)
         load = stack.enter_context(crowd([url] * 3, [django], chance, quarantine=5))
         for number in range(rounds):
             time.sleep(chance.uniform(1.0, 4.0))
@@ -115,15 +115,11 @@ def members_of_patroni(size: int, **settings: bool) -> Iterator[list[Patroni]]:
         etcd = stack.enter_context(running(Etcd))
         members = [stack.enter_context(running(lambda: Patroni(etcd, **settings))) for _ in range(size)]
         assert leader(members) is members[0]
-        engine = create_engine(URLS["postgresql"].format(members[0].port))
-        create_tables(engine)
-        engine.dispose()
+        make_tables(URLS["postgresql"].format(members[0].port))
         yield members
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(bool(missing("etcd", "patroni")), reason=missing("etcd", "patroni"))
-@pytest.mark.timeout(600)
+@long_run(600, missing("etcd", "patroni"))
 def test_patroni_dies_and_its_postgresql_lives_on() -> None:
     """Who goes through the leader's endpoint never meets the old primary, which goes on granting to the others.
 
@@ -171,9 +167,7 @@ def test_patroni_dies_and_its_postgresql_lives_on() -> None:
             each.dispose()
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(bool(missing("etcd", "patroni")), reason=missing("etcd", "patroni"))
-@pytest.mark.timeout(600)
+@long_run(600, missing("etcd", "patroni"))
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "stopped"])
 def test_patroni_dies_where_commits_wait_for_the_other_one(strict: bool) -> None:
     """The old primary waits for ever for the standby that has left it: it grants nothing to those who stay.
@@ -212,8 +206,7 @@ FAST = "evs.keepalive_period=PT0.3S;evs.inactive_check_period=PT0.1S;evs.suspect
 """Galera's times, so that a member that is gone is missed after seconds."""
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.timeout(1800)
+@long_run(1800)
 @pytest.mark.parametrize("arbitrator", [False, True], ids=["three nodes", "two and garbd"])
 def test_nodes_of_galera_fail(arbitrator: bool) -> None:
     """One is killed, or cut off: it refuses, the others go on, and it comes back."""
@@ -226,10 +219,8 @@ def test_nodes_of_galera_fail(arbitrator: bool) -> None:
         if arbitrator:
             _ = stack.enter_context(running(lambda: Arbitrator(first, FAST)))
         first.create_database("locks")
-        urls = [f"mysql+pymysql://root@127.0.0.1:{node.port}/locks?ssl_disabled=true" for node in nodes]
-        engine = create_engine(urls[0])
-        create_tables(engine)
-        engine.dispose()
+        urls = [OF_MYSQL.format(node.port) for node in nodes]
+        make_tables(urls[0])
         assert until(lambda: first.status("wsrep_cluster_size") == "3", 30)
         django = [{**MARIADB, "NAME": "locks", "PORT": str(node.port)} for node in nodes]
         load = stack.enter_context(crowd(urls, django, chance))
@@ -254,18 +245,14 @@ def test_nodes_of_galera_fail(arbitrator: bool) -> None:
             assert until(lambda: all(node.ready() for node in nodes), 60)
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(bool(missing("pgpool")), reason=missing("pgpool"))
-@pytest.mark.timeout(180)
+@long_run(180, missing("pgpool"))
 @pytest.mark.parametrize(
     "settings", [(), ("write_function_list = 'nextval,setval'",)], ids=["as it is", "functions named"]
 )
 def test_a_proxy_sends_reads_to_the_standby(settings: tuple[str, ...]) -> None:
     """The lock's writes reach the primary, and so do its reads, which ask for the clock, unless functions are named."""
     with pair_of("postgresql") as pair:
-        assert isinstance(pair.primary, PostgreSQL)
-        assert isinstance(pair.replica, Standby)
-        primary, replica = pair.primary, pair.replica
+        primary, replica = cast("PostgreSQL", pair.primary), cast("Standby", pair.replica)
         with running(lambda: Pgpool(primary, replica, *settings)) as proxy:
             url = URLS["postgresql"].format(proxy.port)
             with crowd([url] * 3, [{"PORT": str(proxy.port)}], random.Random(37)) as load:
@@ -291,17 +278,13 @@ def test_a_proxy_sends_reads_to_the_standby(settings: tuple[str, ...]) -> None:
     assert ("SELECT guarded FROM stock" in there) == bool(settings)
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(bool(missing("pgbouncer")), reason=missing("pgbouncer"))
-@pytest.mark.timeout(120)
+@long_run(120, missing("pgbouncer"))
 @pytest.mark.parametrize("number", range(10))
 def test_a_promotion_behind_pgbouncer(number: int) -> None:
     """Its clients stay connected, and find another server behind it; the standby lacks the last tenures."""
     chance = random.Random(number)
     with pair_of("postgresql") as pair:
-        assert isinstance(pair.primary, PostgreSQL)
-        assert isinstance(pair.replica, Standby)
-        primary, replica = pair.primary, pair.replica
+        primary, replica = cast("PostgreSQL", pair.primary), cast("Standby", pair.replica)
         with running(lambda: PgBouncer(primary)) as pooler:
             url = URLS["postgresql"].format(pooler.port)
             with crowd([url] * 3, [{"PORT": str(pooler.port)}], chance, quarantine=3, longest=6.0) as load:
@@ -331,20 +314,16 @@ def group(size: int, *, single_primary: bool, network: Network | None = None) ->
         for member in members:
             member.start_group(first=member is members[0])
         members[0].ask("CREATE DATABASE locks")
-        engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{members[0].port}/locks?ssl_disabled=true")
-        create_tables(engine)
-        engine.dispose()
+        make_tables(OF_MYSQL.format(members[0].port))
         assert until(lambda: all(member.is_online() for member in members), 60)
         yield members
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(not MySQL.installed(), reason="needs MySQL itself: make mysql")
-@pytest.mark.timeout(300)
+@long_run(300, NO_MYSQL)
 def test_members_of_a_mysql_group_all_write() -> None:
     """What the group rolls back is tried again, and nobody misses a tenure that has yet to arrive at a member."""
     with group(2, single_primary=False) as members:
-        urls = [f"mysql+pymysql://root@127.0.0.1:{member.port}/locks?ssl_disabled=true" for member in members] * 2
+        urls = [OF_MYSQL.format(member.port) for member in members] * 2
         end = clock.now() + 12.0
         with ThreadPoolExecutor(len(urls)) as pool:
             turns = [turn for each in pool.map(lambda url: take_turns(url, end), urls) for turn in each]
@@ -362,10 +341,21 @@ def users_of(
         if single_primary:
             for way in ways:
                 way.lead_to(members[0].port)
-        urls = [f"mysql+pymysql://root@127.0.0.1:{way.port}/locks?ssl_disabled=true" for way in ways]
+        urls = [OF_MYSQL.format(way.port) for way in ways]
         django = [{**MARIADB, "NAME": "locks", "PORT": str(ways[0].port)}]
         with crowd(urls, django, chance) as load:
             yield ways, load
+
+
+def the_others_go_on(others: list[GroupMember], ways: list[Proxy], load: Crowd, *, single_primary: bool) -> None:
+    """They expel who is away, one of them writes, and keys are taken on the ways that lead to it."""
+    assert until(lambda: all(each.size() == 2 for each in others), 60)
+    assert until(lambda: any(each.writes() for each in others), 60)
+    if single_primary:
+        [new] = [each for each in others if each.writes()]
+        for way in ways:
+            way.lead_to(new.port)
+    assert opened(load, 0.0), "the majority goes on"
 
 
 def take_turns(url: str, end: float) -> list[Belief]:
@@ -380,9 +370,7 @@ def take_turns(url: str, end: float) -> list[Belief]:
     return turns
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(not MySQL.installed(), reason="needs MySQL itself: make mysql")
-@pytest.mark.timeout(1800)
+@long_run(1800, NO_MYSQL)
 @pytest.mark.parametrize("single_primary", [True, False], ids=["one writes", "each writes"])
 def test_members_of_a_mysql_group_fail(single_primary: bool) -> None:
     """One is killed, or stands still and is expelled: the others go on, and it comes back."""
@@ -397,13 +385,7 @@ def test_members_of_a_mysql_group_fail(single_primary: bool) -> None:
                 failing.freeze()
             else:
                 failing.stop(signal.SIGKILL)
-            assert until(lambda: all(each.size() == 2 for each in others), 60)  # noqa: B023
-            assert until(lambda: any(each.writes() for each in others), 60)  # noqa: B023
-            if single_primary:
-                [new] = [each for each in others if each.writes()]
-                for way in ways:
-                    way.lead_to(new.port)
-            assert opened(load, 0.0), "the majority goes on"
+            the_others_go_on(others, ways, load, single_primary=single_primary)
             time.sleep(chance.uniform(0.0, 4.0))
             if number % 2:
                 failing.thaw()  # it joins again by itself
@@ -413,9 +395,7 @@ def test_members_of_a_mysql_group_fail(single_primary: bool) -> None:
             assert until(lambda: all(member.is_online() and member.size() == 3 for member in members), 90)
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.skipif(not MySQL.installed(), reason="needs MySQL itself: make mysql")
-@pytest.mark.timeout(1800)
+@long_run(1800, NO_MYSQL)
 @pytest.mark.parametrize("single_primary", [True, False], ids=["one writes", "each writes"])
 def test_a_member_of_a_mysql_group_is_cut_off(single_primary: bool) -> None:
     """It grants nothing to those who stay with it, the others go on, and it comes back when the cable is in again."""
@@ -436,14 +416,9 @@ def test_a_member_of_a_mysql_group_is_cut_off(single_primary: bool) -> None:
             assert failing.machine is not None
             failing.machine.cut_off()
             cut = clock.now()
-            assert until(lambda: all(each.size() == 2 for each in others), 60)  # noqa: B023
-            assert until(lambda: any(each.writes() for each in others), 60)  # noqa: B023
-            if single_primary:  # the last way stays with the old one
-                [new] = [each for each in others if each.writes()]
-                for way in ways[:2]:
-                    way.lead_to(new.port)
-            assert opened(load, 0.0), "the majority goes on"
-            alone = create_engine(f"mysql+pymysql://root@127.0.0.1:{failing.port}/locks?ssl_disabled=true")
+            to_the_new, to_the_old = ways[:2], ways[2]
+            the_others_go_on(others, to_the_new, load, single_primary=single_primary)
+            alone = create_engine(OF_MYSQL.format(failing.port))
             with pytest.raises(LockError), db_lock(alone, f"alone {number}", timeout=3):
                 pass
             alone.dispose()
@@ -454,4 +429,4 @@ def test_a_member_of_a_mysql_group_is_cut_off(single_primary: bool) -> None:
                 failing.start_group()
             assert until(lambda: all(member.is_online() and member.size() == 3 for member in members), 90)
             if single_primary:
-                ways[2].lead_to(new.port)
+                to_the_old.lead_to(next(each for each in members if each.writes()).port)

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,44 @@ from sqlalchemy import Engine, create_engine, text
 from dblock.core import runtime, timing
 from dblock.core.acquire.request import Request
 from dblock.core.errors import LockError, Loss, Reason
+from dblock.core.holding.flow import Hold
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import send
-from dblock.core.runtime import current_flow
 from dblock.core.values import Tenure
 from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.conftest import timed
-from tests.support.lab import LONG, until
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, S, Server, running
+from tests.support.failover import KINDS, URLS, elsewhere, locking
+from tests.support.lab import LONG, hold_of, until
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
-SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
-    "postgresql": (PostgreSQL, "postgresql+psycopg://dblock@127.0.0.1:{}/postgres"),
+MADE: dict[str, Callable[[], Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL}
+SERVERS = {kind: (MADE[kind], URLS[kind]) for kind in KINDS} | {
     # Without asynchronous commits the worst that a session may be told is what the server's default is.
     "postgresql-off": (
         lambda: PostgreSQL(options=("synchronous_commit=off", "wal_writer_delay=10s")),
-        "postgresql+psycopg://dblock@127.0.0.1:{}/postgres",
+        URLS["postgresql"],
     ),
-    "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true"),
-} | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true")} if MySQL.installed() else {})
+}
+ASKED = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
+"""What a waiter of another process wants."""
 
 
-@contextlib.contextmanager
-def locking(make: Callable[[], S], url: str = SERVERS["postgresql"][1]) -> Iterator[tuple[S, Engine]]:
-    """A server of its own with the tables, and an engine for it."""
-    with running(make) as server:
-        engine = create_engine(url.format(server.port))
-        metadata.create_all(engine)
-        yield server, engine
-        engine.dispose()
+def joined(lock: Any, channel: str = "", owner: str = "heir") -> QueuePlace:
+    """The place of a waiter of another process, which has come for the key of that lock."""
+    database = lock._place.store().database
+    found = drive(queue.join(database, ASKED.parameters(owner, channel), database.now() + 5))
+    assert found is not None
+    return found[0]
+
+
+def granted(lock: Any, hold: Hold) -> Any:
+    """What the waiter is granted to which the holder hands the key over."""
+    found = drive(queue.grant(lock._place.store().database, "k", 1, hold.tenure))
+    assert found is not None
+    return found[1]
 
 
 def crash(server: Server, engine: Engine) -> None:
@@ -63,7 +71,7 @@ def test_a_server_that_was_killed_is_gone() -> None:
     """With its sessions, one that stood still too: a frozen walsender would send a standby the rest."""
     with (
         running(PostgreSQL) as server,
-        psycopg.connect(SERVERS["postgresql"][1].format(server.port).replace("+psycopg", "")) as session,
+        psycopg.connect(URLS["postgresql"].format(server.port).replace("+psycopg", "")) as session,
     ):
         os.kill(session.info.backend_pid, signal.SIGSTOP)
         server.stop(signal.SIGKILL)
@@ -124,43 +132,35 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
     with locking(*SERVERS[name]) as (server, engine):
         lock = db_lock(engine, "k", ttl=600)
         lock.acquire()
-        store = lock._place.store()
-        now = store.database.now
+        database, hold = lock._place.store().database, hold_of(lock)
 
         def after(statement: str) -> Any:
             crash(server, engine)
-            _ = drive(epoch.read(store.database, now() + 20))  # the first who finds a free key closed does it
+            _ = drive(epoch.read(database, database.now() + 20))  # the first who finds a free key closed does it
             with engine.connect() as connection:
                 [row] = connection.execute(text(statement))
                 return row
 
-        request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-        joined = drive(queue.join(store.database, request.parameters("heir"), now() + 5))
-        assert joined is not None
-        place, ends = joined[0], "SELECT expires_at FROM lock_waiters"
+        place, ends = joined(lock), "SELECT expires_at FROM lock_waiters"
         with engine.connect() as connection:
             [(end,)] = connection.execute(text(ends))
         sent = place.sent
         time.sleep(0.3)
-        drive(queue.heartbeat(store.database, [place], now() + 5))
+        drive(queue.heartbeat(database, [place], database.now() + 5))
         assert place.sent >= sent + 0.3
         [kept] = after(ends)
         assert (kept - end).total_seconds() >= 0.29, "the place ends when its waiter believes"
-        hold = lock._hold()
-        assert hold is not None
         with engine.begin() as connection:  # what is handed over does not cover it
             connection.execute(text("UPDATE locks SET fence = fence + 600000000"))
         hold.tenure = hold.tenure._replace(fence=hold.tenure.fence + 600_000_000)
-        granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
-        assert granted is not None
-        assert granted[1].lasts == 0
+        given = granted(lock, hold)
+        assert given.lasts == 0
         owner, fence, expires_at = after("SELECT owner, fence, expires_at FROM locks")
-        assert (owner, fence, expires_at) == ("heir", granted[1].fence, kept)
-        grant = place.granted(granted[1], 60.0, store.database.timing.waiter_ttl)
+        assert (owner, fence, expires_at) == ("heir", given.fence, kept)
+        grant = place.granted(given, 60.0, database.timing.waiter_ttl)
         assert grant is not None
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
-        runtime.current.watchdog.discard(hold)
-        current_flow().holds.clear()
+        _ = elsewhere(lock)
 
 
 LAZY: dict[str, Any] = {"options": ("wal_writer_delay=10s", "wal_writer_flush_after=1GB")}
@@ -172,30 +172,24 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
     with locking(lambda: PostgreSQL(**LAZY)) as (server, engine):
         lock, other = db_lock(engine, "k", ttl=4.5, renew=False), db_lock(engine, "k", timeout=10)
         with lock:
-            store, hold = lock._place.store(), lock._hold()
-            assert hold is not None
-            request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-            joined = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))
-            assert joined is not None
-            granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
-            assert granted is not None
+            database, hold, place = lock._place.store().database, hold_of(lock), joined(lock)
+            given = granted(lock, hold)
             hold.grant.handed_over = True
-            grant = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
+            grant = place.granted(given, 60.0, database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
-            joined[0].sent += 3.0  # a heartbeat, that has found the place which the crash brings back
-            later = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
+            place.sent += 3.0  # a heartbeat, that has found the place which the crash brings back
+            later = place.granted(given, 60.0, database.timing.waiter_ttl)
             assert later is not None
             assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
             crash(server, engine)
             with engine.connect() as connection:
                 [(owner, fence)] = connection.execute(text("SELECT owner, fence FROM locks"))
             assert (owner, fence) == (hold.tenure.owner, hold.tenure.fence), "the hand-over was taken back"
-            why = drive(tenures.why_lost(store.database, grant.tenure))
-            assert why == Loss(Reason.GONE)
+            assert drive(tenures.why_lost(database, grant.tenure)) == Loss(Reason.GONE)
         assert other.acquire(blocking=False) is False, "who has handed it over frees it no more"
         with other:
-            assert store.database.now() >= grant.trusted_until
+            assert database.now() >= grant.trusted_until
             assert other.fence > grant.tenure.fence
 
 
@@ -236,29 +230,21 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
         )
         with db_lock(engine, "k", renew=False) as lock, listening:
             listening.execute(f"LISTEN {there}")
-            store, hold = lock._place.store(), lock._hold()
-            assert hold is not None
-            request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
-            _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5))
-            granted = drive(queue.grant(store.database, "k", 1, hold.tenure))
-            assert granted is not None
-            assert granted[1].lasts == 0
+            database, hold, _ = lock._place.store().database, hold_of(lock), joined(lock)
+            given = granted(lock, hold)
+            assert given.lasts == 0
             hold.grant.handed_over = True
-            next_ = request.parameters("next", f"{there}.1")
-            _ = drive(queue.join(store.database, next_, store.database.now() + 5))
-            tenure = Tenure("k", "heir", granted[1].fence)
-            assert drive(queue.grant(store.database, "k", 2, tenure, here="here")) is not None
+            _ = joined(lock, f"{there}.1", "next")
+            assert drive(queue.grant(database, "k", 2, Tenure("k", "heir", given.fence), here="here")) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = Message.read(called.payload)
             assert message is not None
             assert (message.key, message.proof) == ("k", "-"), "the waiter that hears it polls, and accepts"
         with db_lock(engine, "local", renew=False) as lock:
-            hold = lock._hold()
-            assert hold is not None
-            given = {**request.parameters(hold.tenure.owner), **hold.tenure._asdict(), "heir": "heir"}
-            given |= {"handovers_left": 0, "covers": 1}
-            statement = store.database.dialect.hand_over_local
-            [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5))[1]
+            hold = hold_of(lock)
+            values = {**ASKED.parameters(hold.tenure.owner), **hold.tenure._asdict(), "heir": "heir"}
+            values |= {"handovers_left": 0, "covers": 1}
+            [(_, lasts)] = drive(send(database, database.dialect.hand_over_local, values, database.now() + 5))[1]
             assert lasts == 0
             hold.grant.handed_over = True
 
@@ -267,7 +253,7 @@ def test_what_is_seen_may_not_be_durable() -> None:
     """A take whose answer is lost is not believed because its row is there: the standby that it waited for lacks it."""
     standby = ("synchronous_standby_names=nobody",)
     with running(lambda: PostgreSQL(options=standby)) as server, ThreadPoolExecutor(1) as pool:
-        url = SERVERS["postgresql"][1].format(server.port)
+        url = URLS["postgresql"].format(server.port)
         waits = create_engine(url)
         waits_not = create_engine(f"{url}?options=-csynchronous_commit%3Dlocal", isolation_level="AUTOCOMMIT")
         metadata.create_all(waits_not)
@@ -309,7 +295,7 @@ def test_crashes_amid_a_queue_that_moves_on() -> None:
             before = count.value
             return until(lambda: count.value > before + 150, 60)
 
-        url = SERVERS["postgresql"][1].format(server.port)
+        url = URLS["postgresql"].format(server.port)
         members = [spawn.Process(target=_member, args=(url, stay, stop, told, count), daemon=True) for _ in range(4)]
         for member in members:
             member.start()

@@ -14,21 +14,27 @@ from sqlalchemy import Engine, create_engine, text
 
 from dblock.cli import main
 from dblock.core import clock, runtime
-from dblock.core.errors import LockLost, LockStoreError, Loss, Reason
+from dblock.core.errors import Loss, Reason
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from dblock.operating import administration
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
 from tests.conftest import INNODB, run, url
+from tests.faults.conftest import long_run
 from tests.support.beliefs import crowd
-from tests.support.failover import KINDS, URLS, pair_of
+from tests.support.failover import KINDS, URLS, elsewhere, locking, pair_of
 from tests.support.lab import LONG, hold_of, until
 from tests.support.proxy import Proxy
-from tests.support.servers import Galera, MariaDB, MissingServer, MySQL, PostgreSQL, find_program, running
+from tests.support.servers import Galera, MariaDB, MissingServer, MySQL, PostgreSQL, find_program
 
 pytestmark = pytest.mark.direct
 QUARANTINE = 2.0
+
+
+def open_keys(engine: Engine) -> None:
+    """End the quarantine, as an administrator does."""
+    assert main(["--url", str(engine.url), "quarantine", "--end", "--yes"]) in {0, 1}, "or they open in a moment"
 
 
 @pytest.mark.timeout(180)
@@ -36,7 +42,7 @@ QUARANTINE = 2.0
 def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
     """A key that it has never seen, one that it takes for free, and one whose holder it takes for the present one."""
     with pair_of(kind) as pair, ThreadPoolExecutor(4) as others:
-        old, new = (pair.engine(server, failover_quarantine=QUARANTINE) for server in pair.both)
+        old, new = pair.engines(QUARANTINE)
         known = db_lock(old, "known", ttl=60, renew=False)
         with db_lock(old, "again", ttl=5):
             pass
@@ -81,8 +87,6 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
         for hold in holds.values():
             runtime.current.watchdog.discard(hold)
         current_flow().holds.clear()
-        for engine in (old, new):
-            engine.dispose()
 
 
 @pytest.mark.parametrize(
@@ -92,87 +96,20 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
 def test_a_lease_by_another_clock_is_waited_out(kind: str, ended: bool) -> None:
     """The new primary has everything, so keys open at once; but by its clock the lease ends two seconds too early."""
     with pair_of(kind, synchronous=kind == "postgresql", ahead=2.4) as pair:
-        old, new = (pair.engine(server, failover_quarantine=60 if ended else None) for server in pair.both)
+        old, new = pair.engines(60 if ended else None)
         held = db_lock(old, "k", ttl=8, renew=False)  # by the clock of the new one it ends when keys are open
         assert held.acquire()
-        trusted = hold_of(held).lease.trusted_until
-        runtime.current.watchdog.discard(hold_of(held))  # its holder is elsewhere
-        current_flow().holds.clear()
+        trusted = elsewhere(held)
         assert until(lambda: pair.has("k"), 5)
         pair.promote()
         if ended:
             assert not db_lock(new, "another").acquire(blocking=False)
-            assert main(["--url", str(new.url), "quarantine", "--end", "--yes"]) in {0, 1}, "or open in a moment"
+            open_keys(new)
         with db_lock(new, "k", timeout=60):
             assert clock.now() >= trusted
-        for engine in (old, new):
-            engine.dispose()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that a cut has ended
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_that_was_used_just_before_a_promotion(kind: str) -> None:
-    """The new primary lacks that, and the message comes again: its run has the key when the first has lost it."""
-    with pair_of(kind) as pair, Proxy(0, pair.primary.port) as proxy, ThreadPoolExecutor(1) as other:
-        options = {"dblock_failover_quarantine": QUARANTINE}
-        engine = create_engine(URLS[kind].format(proxy.port), execution_options=options)
-        with db_lock(engine, "k", ttl=4) as sent:
-            token = sent.detach()
-        assert until(lambda: pair.has("k"), 30)
-        pair.cut()
-        first = hold_of(attach(engine, token, ttl=QUARANTINE)).lease  # its process renews it
-        pair.promote()
-        proxy.lead_to(pair.replica.port)
-
-        def deliver_again() -> None:
-            while True:
-                try:
-                    again = attach(engine, token)
-                except (LockTimeout, LockStoreError):
-                    time.sleep(0.02)
-                    continue
-                except LockLost:  # a run takes the key anew then
-                    again = db_lock(engine, "k", timeout=30)
-                    assert again.acquire()
-                assert first.state == "lost", "two have it"
-                again.release()
-                return
-
-        other.submit(deliver_again).result(50)
-        current_flow().holds.clear()
-        engine.dispose()
-
-
-@pytest.mark.parametrize("ended", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind: str, ended: bool) -> None:
-    """Though the last tenure of which the new primary has a row is an earlier reader's; also if keys are opened."""
-    with pair_of(kind) as pair:
-        old, new = (pair.engine(server, failover_quarantine=QUARANTINE) for server in pair.both)
-        with db_rwlock(old, "k", ttl=1).read():
-            pass
-        assert until(lambda: pair.has("k"), 30)
-        pair.cut()
-        with db_rwlock(old, "k", ttl=QUARANTINE, renew=False).write() as lost:
-            fence = lost.fence
-        pair.promote()
-        if ended:
-            assert not db_lock(new, "another").acquire(blocking=False)
-            assert main(["--url", str(new.url), "quarantine", "--end", "--yes"]) in {0, 1}, "or open in a moment"
-        with db_lock(new, "another", timeout=60):  # one who waits for `k` has the door granted
-            pass
-        locks = db_rwlock(new, "k", timeout=60)
-        for lock in (locks.read(), locks.write(), locks.read()):
-            with lock:
-                later = lock.fence
-            assert later > fence
-            fence = later
-        for engine in (old, new):
-            engine.dispose()
-
-
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.timeout(7200)
+@long_run(7200)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that a cut has ended
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_promotions(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,9 +145,7 @@ def door_is_taken(engine: Engine) -> bool:
 
 def test_a_restart_closes_nothing() -> None:
     """Nor does a crash of the very server; whoever comes first afterwards, with a token or as a waiter, finds that."""
-    with running(PostgreSQL) as server, ThreadPoolExecutor(1) as pool:
-        engine = create_engine(URLS["postgresql"].format(server.port))
-        create_tables(engine)
+    with locking(PostgreSQL) as (server, engine), ThreadPoolExecutor(1) as pool:
 
         def wait_for_a_permit() -> float:
             with db_semaphore(engine, "permits", permits=1, timeout=30):
@@ -237,35 +172,28 @@ def test_a_restart_closes_nothing() -> None:
                 attach(engine, token).release()
             with db_lock(engine, "row", timeout=20), db_lock(engine, f"no row {how}", timeout=20):
                 pass
-        engine.dispose()
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["seems a restart", "closed by hand"])
-def test_a_standby_that_is_started_without_its_signal(closed: bool) -> None:
+def test_a_standby_that_is_started_without_its_signal() -> None:
     """It keeps the timeline, and so looks like a server that was restarted: an administrator closes the keys."""
     with pair_of("postgresql") as pair:
-        old, new = (pair.engine(server, failover_quarantine=None) for server in pair.both)
+        old, new = pair.engines(None)
         with db_lock(old, "known"):
             pass
         assert until(lambda: pair.has("known"), 30)
         pair.cut()
         lost = db_lock(old, "lost", ttl=60, renew=False)
         assert lost.acquire()
-        runtime.current.watchdog.discard(hold_of(lost))  # its holder is elsewhere
-        current_flow().holds.clear()
+        _ = elsewhere(lost)
         pair.primary.stop(signal.SIGKILL)
         pair.replica.stop()
         (pair.replica.directory / "data" / "standby.signal").unlink()
         pair.replica.start()
-        if closed:
-            assert main(["--url", str(new.url), "quarantine", "--begin", "--yes"]) == 0
-            with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(new, "lost", timeout=0):
-                pass
-        else:  # as the page on clusters says
-            with db_lock(new, "lost", timeout=5):
-                pass
-        for engine in (old, new):
-            engine.dispose()
+        with db_lock(new, "lost", timeout=5):  # as the page on clusters says
+            pass
+        assert main(["--url", str(new.url), "quarantine", "--begin", "--yes"]) == 0
+        with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(new, "lost", timeout=0):
+            pass
 
 
 @pytest.mark.parametrize("how", ["tries", "waits", "writes"])
@@ -330,9 +258,7 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
         except MissingServer as missing:
             pytest.skip(str(missing))
     kinds = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL, "galera": Galera}
-    with running(kinds[kind]) as server:
-        engine = create_engine(URLS.get(kind, URLS["mariadb"]).format(server.port))
-        create_tables(engine)
+    with locking(kinds[kind], URLS.get(kind, URLS["mariadb"])) as (server, engine):
         with db_lock(engine, "k"):
             pass
         dump, restore = _dump_and_restore(kind, server.port)
@@ -340,23 +266,19 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
         written = subprocess.run(dump, capture_output=True, check=True).stdout
         lost = db_lock(engine, "k", ttl=60, renew=False)
         assert lost.acquire()
-        runtime.current.watchdog.discard(hold_of(lost))  # its holder is elsewhere
-        current_flow().holds.clear()
+        _ = elsewhere(lost)
         _ = subprocess.run(restore, input=written, capture_output=True, check=True)
         for _ in range(2):
             with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(engine, "k", timeout=0):
                 pass
-        _ = main(["--url", str(engine.url), "quarantine", "--end", "--yes"])
+        open_keys(engine)
         with db_lock(engine, "k", timeout=5):
             pass
-        engine.dispose()
 
 
 def test_a_dump_of_the_rows_alone() -> None:
     """New tables have a row of their own in `lock_epoch`, which gives way to that of the dump; that closes the keys."""
-    with running(PostgreSQL) as server:
-        engine = create_engine(URLS["postgresql"].format(server.port))
-        create_tables(engine)
+    with locking(PostgreSQL) as (server, engine):
         with db_lock(engine, "k"):
             pass
         dump, restore = _dump_and_restore("postgresql", server.port)
@@ -372,7 +294,6 @@ def test_a_dump_of_the_rows_alone() -> None:
             db_lock(engine, "k", timeout=0),
         ):
             pass
-        engine.dispose()
 
 
 def _dump_and_restore(kind: str, port: int) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import random
 import pytest
 
 from tests.conftest import INNODB
+from tests.faults.conftest import long_run
 from tests.support.lab import LONG
 from tests.support.nemesis import MEANT, run
 
@@ -34,9 +35,8 @@ def test_no_history_contradicts_the_promises(capsys: pytest.CaptureFixture[str])
     assert result.outcomes["take: ok"] > result.operations.total() / 10
 
 
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
+@long_run(7200)
 @pytest.mark.direct
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("standby", ["asynchronous", "synchronous"])
 def test_a_standby_is_promoted_again_and_again(standby: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same beside a PostgreSQL standby that takes its primary's place; a synchronous one loses no guarded write."""

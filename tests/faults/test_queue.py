@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
 from dblock.core.runtime import ProcessServices
-from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import DATABASES, INNODB, SELDOM, observer, run, timed, url
+from sqlalchemy_dblock import LockTimeout, db_lock
+from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
-from tests.contract.test_rwlock import rwlock
-from tests.contract.test_semaphore import semaphore
-from tests.support.lab import FEW, LONG, SYNC, Remote, alive, hold_of, renews, times, together, until
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server
+from tests.faults import test_crash
+from tests.support.failover import KINDS, locking
+from tests.support.lab import FEW, LONG, SYNC, Remote, hold_of, renews, times, together, until
 from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
@@ -39,13 +38,12 @@ DYING = [*((each, False) for each in FEW), *((each, True) for each in (FEW if LO
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject) -> None:
+def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject, actors: Callable[..., Actor]) -> None:
     """kill -9 the holder: within ttl + 1 s."""
     ttl = 0.6
     with Remote(subject) as remote:
         remote.do(f"(lock := subject.lock('k', ttl={ttl})).acquire()")
-        actor = Actor(subject)
-        lock = subject.lock("k", timeout=60)
+        actor, lock = actors(subject), subject.lock("k", timeout=60)
         waiting_ = actor.start(lock.acquire)
         assert until(lambda: waiters(subject) == 1)
         remote.kill()
@@ -53,12 +51,11 @@ def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject) -> No
         assert waiting_.result(30) is True
         assert time.monotonic() - killed <= ttl + 1
         actor.call(lock, "release")
-        actor.close()
 
 
 @pytest.mark.parametrize(("subject", "with_holder"), DYING, indirect=["subject"], ids=str)
 def test_dead_waiters_are_passed_over_together(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, with_holder: bool
+    subject: Subject, actors: Callable[..., Actor], monkeypatch: pytest.MonkeyPatch, with_holder: bool
 ) -> None:
     """kill -9 the first k of many waiters: the next live one holds within one place in the queue, not k of them.
 
@@ -79,8 +76,7 @@ def test_dead_waiters_are_passed_over_together(
                 ".acquire(), daemon=True)).start()"
             )
         assert until(lambda: waiters(subject) == k, 20)
-        actor = Actor(subject)
-        lock = subject.lock("k", timeout=60)
+        actor, lock = actors(subject), subject.lock("k", timeout=60)
         waiting_ = actor.start(lock.acquire)
         assert until(lambda: waiters(subject) == k + 1)
         remote.kill()
@@ -90,49 +86,15 @@ def test_dead_waiters_are_passed_over_together(
         assert waiting_.result(30) is True
         assert time.monotonic() - released <= PLACE + 0.5
         actor.call(lock, "release")
-        actor.close()
-
-
-MAKE = "({0} := __import__('tests.contract.test_{1}', fromlist=['*']).{1}(subject, {2}, ttl=60))"
-
-
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_a_dead_head_of_the_queue_delays_others_by_a_place(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 who waits for permits, of which it has collected one, or for readers: it held the door as a waiter."""
-    timed(monkeypatch, waiter_ttl=PLACE)
-    holders: list[Any] = [semaphore(subject, 2, "permits", ttl=60), rwlock(subject, "pages", ttl=60).read()]
-    later: list[Any] = [semaphore(subject, 2, "permits", timeout=30), rwlock(subject, "pages", timeout=30).read()]
-    for holder in holders:
-        assert holder.acquire()
-    actors = [Actor(subject) for _ in later]
-    with Remote(subject) as remote:
-        remote.do(SHORT_PLACES)
-        remote.do(MAKE.format("collects", "semaphore", "2, 'permits'"))
-        remote.do(MAKE.format("pages", "rwlock", "'pages'"))
-        for target in ("collects.acquire(timeout=60, n=2)", "pages.write().acquire(timeout=60)"):
-            remote.do(f"__import__('threading').Thread(target=lambda: {target}, daemon=True).start()")
-        assert until(lambda: alive(subject) == 5), "the holders, the doors, and what was collected"
-        time.sleep(1.5 * PLACE)
-        assert alive(subject) == 5
-        entering = [actor.start(lock.acquire) for actor, lock in zip(actors, later, strict=True)]
-        time.sleep(0.3)
-        assert not any(each.done() for each in entering)
-        remote.kill()
-        killed = time.monotonic()
-        assert [each.result(30) for each in entering] == [True, True]
-        assert time.monotonic() - killed <= PLACE + 0.5
-    for actor, lock in zip(actors, later, strict=True):
-        actor.call(lock, "release")
-        actor.close()
-    for holder in holders:
-        holder.release()
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.database != "sqlite"], indirect=True, ids=str)
-def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_over_that_meets_a_strangers_lock(
+    subject: Subject, actors: Callable[..., Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the row of the first waiter: that one has the key when the stranger has gone, and was not left asleep."""
     timed(monkeypatch, **SELDOM)
-    holder, actor = subject.lock("k", ttl=60), Actor(subject)
+    holder, actor = subject.lock("k", ttl=60), actors(subject)
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
@@ -149,16 +111,9 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
         assert subject.row("k")["owner"] is None
     assert waiting_.result(10) is True
     actor.call(lock, "release")
-    actor.close()
 
 
-LEVELS = [
-    ("postgresql", "read committed"),
-    ("postgresql", "repeatable read"),
-    ("postgresql", "serializable"),
-    *itertools.product(INNODB, ("read committed", "repeatable read", "serializable")),
-    ("sqlite", ""),
-]
+LEVELS = [*itertools.product(SERVERS, ("read committed", "repeatable read", "serializable")), ("sqlite", "")]
 
 
 @pytest.mark.parametrize(("database", "level"), LEVELS, indirect=["database"])
@@ -193,65 +148,37 @@ def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) 
     assert until(lambda: run(database, places, seconds=0) == [(0,)], timing.DEFAULT.waiter_ttl)
 
 
-@pytest.fixture(params=[PostgreSQL, MariaDB, *([MySQL] if MySQL.installed() else [])])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of its own, which a test may restart."""
-    server = request.param()
-    try:
-        server.prepare()
-        server.start()
-        yield server
-    finally:
-        server.close()
-
-
-def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_waits_go_on_when_the_database_restarts(kind: str) -> None:
     """During a hold with its renewals and two waits: the holder keeps its lock, the waiters get it then."""
-    if isinstance(server, MariaDB):
-        server.create_database("dblock")
-        place = f"mysql+pymysql://root@127.0.0.1:{server.port}/dblock?ssl_disabled=true"
-    else:
-        place = f"postgresql+psycopg://dblock@127.0.0.1:{server.port}/postgres"
-    engine = create_engine(place)
-    metadata.create_all(engine)
-    order, done = list[str](), list[threading.Thread]()
+    with locking(*test_crash.SERVERS[kind]) as (server, engine), ThreadPoolExecutor(2) as pool:
 
-    def wait(name: str) -> None:
-        own = create_engine(place)  # or it would stand in a line with the other one
-        with db_lock(own, "k", ttl=20, timeout=60):
-            order.append(name)
-        own.dispose()
+        def wait() -> None:
+            own = create_engine(engine.url)  # or it would stand in a line with the other one
+            with db_lock(own, "k", ttl=20, timeout=60):
+                pass
+            own.dispose()
 
-    holder = db_lock(engine, "k", ttl=20 if isinstance(server, MySQL) else 6)  # which takes its time to start
-    assert holder.acquire()
-    for name in ("first", "second"):
-        done.append(threading.Thread(target=wait, args=(name,)))
-        done[-1].start()
-        assert until(lambda: len(_tickets(place)) == len(done))
-    for how in ("in order", "crash"):
-        import signal
+        def places() -> int | None:
+            with engine.connect() as connection:
+                return connection.scalar(text("SELECT count(*) FROM lock_waiters"))
 
-        server.stop(signal.SIGTERM if how == "in order" else signal.SIGKILL)
-        time.sleep(0.3)
-        server.start()
-        assert renews(hold_of(holder))
-        assert order == []
-    assert holder.verify()
-    holder.release()
-    for thread in done:
-        thread.join(30)
-    assert sorted(order) == ["first", "second"]
-    engine.dispose()
-
-
-def _tickets(place: str) -> list[int]:
-    engine = create_engine(place)
-    try:
-        with contextlib.suppress(DBAPIError), engine.connect() as connection:
-            return [ticket for (ticket,) in connection.execute(text("SELECT ticket FROM lock_waiters"))]
-        return []
-    finally:
-        engine.dispose()
+        holder = db_lock(engine, "k", ttl=20 if kind == "mysql" else 6)  # which takes its time to start
+        assert holder.acquire()
+        waiting = list[Future[None]]()
+        for number in (1, 2):
+            waiting.append(pool.submit(wait))
+            assert until(lambda: places() == number)  # noqa: B023
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            server.stop(how)
+            time.sleep(0.3)
+            server.start()
+            assert renews(hold_of(holder))
+            assert not any(each.done() for each in waiting)
+        assert holder.verify()
+        holder.release()
+        for each in waiting:
+            each.result(30)
 
 
 def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,18 +195,15 @@ def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypat
     killer.start()
     slowest, lock = 0.0, db_lock(subject.engine, "k", timeout=60)
     try:
-        with Remote(subject) as remote:
+        with Remote(subject) as remote, ThreadPoolExecutor(1) as pool:
             remote.do("(lock := subject.lock('k', timeout=60)).key")
             for _ in range(times(40, 1000)):
                 remote.do("lock.acquire()")
-                waiting_: list[float] = []
-                thread = threading.Thread(target=_time, args=(lock, waiting_))
-                thread.start()
+                waiting_ = pool.submit(_time, lock)
                 assert until(lambda: waiters(subject) == 1)
                 begun = time.monotonic()
                 remote.do("lock.release()")
-                thread.join(30)
-                slowest = max(slowest, waiting_[0] - begun)
+                slowest = max(slowest, waiting_.result(30) - begun)
     finally:
         stop.set()
         killer.join()
@@ -287,10 +211,10 @@ def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypat
     assert slowest < 1.0 * 1.25 + 0.5
 
 
-def _time(lock: Any, got: list[float]) -> None:
-    assert lock.acquire()
-    got.append(time.monotonic())
-    lock.release()
+def _time(lock: Any) -> float:
+    """When it was acquired."""
+    with lock:
+        return time.monotonic()
 
 
 @pytest.mark.parametrize("database", DATABASES, indirect=True)

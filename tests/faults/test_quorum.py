@@ -25,9 +25,11 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
 from tests.conftest import INNODB
+from tests.faults.conftest import make_read_only
+from tests.support.failover import URLS
 from tests.support.lab import until
 from tests.support.proxy import Proxy
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, free_port
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, running
 
 TTL = 1.5
 OPENS_SOON = {"dblock_failover_quarantine": None}
@@ -44,52 +46,39 @@ class Member:
     engine: Engine
     direct: Engine
 
-    @property
-    def url(self) -> str:
-        return self.engine.url.render_as_string(hide_password=False)
-
     def run(self, sql: str) -> None:
         with self.direct.connect() as connection:
             connection.execute(text(sql))
             connection.commit()
 
 
-def member(make: Callable[[], Server]) -> Member:
-    server = make()
-    server.prepare()
-    server.start()
-    proxy = Proxy(free_port(), server.port)
-
-    def at(port: int, user: str) -> str:
-        if isinstance(server, PostgreSQL):
-            return f"postgresql+psycopg://dblock@127.0.0.1:{port}/postgres"
-        return f"mysql+pymysql://{user}@127.0.0.1:{port}/quorum?ssl_disabled=true"
-
-    if isinstance(server, MariaDB):
-        server.create_database("quorum")
-    found = Member(
-        server,
-        proxy,
-        create_engine(at(proxy.port, "application"), execution_options=OPENS_SOON),
-        create_engine(at(server.port, "root")),
-    )
-    create_tables(found.direct)
-    if isinstance(server, MariaDB):  # root may write where others may only read
-        found.run("CREATE USER application@'%'")
-        found.run("GRANT ALL ON quorum.* TO application@'%'")
-    return found
+@contextlib.contextmanager
+def member(make: Callable[[], Server]) -> Iterator[Member]:
+    with running(make) as server, Proxy(0, server.port) as proxy:
+        url = URLS["postgresql"]
+        if isinstance(server, MariaDB):
+            server.create_database("quorum")
+            url = "mysql+pymysql://{user}@127.0.0.1:{}/quorum?ssl_disabled=true"
+        made = Member(
+            server,
+            proxy,
+            create_engine(url.format(proxy.port, user="application"), execution_options=OPENS_SOON),
+            create_engine(url.format(server.port, user="root")),
+        )
+        create_tables(made.direct)
+        if isinstance(server, MariaDB):  # root may write where others may only read
+            made.run("CREATE USER application@'%'")
+            made.run("GRANT ALL ON quorum.* TO application@'%'")
+        yield made
+        made.engine.dispose()
+        made.direct.dispose()
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Member]]:
     kinds = [PostgreSQL, MariaDB, MySQL if "mysql" in INNODB and MySQL.installed() else MariaDB, PostgreSQL, MariaDB]
-    made = [member(kind) for kind in kinds]
-    yield made
-    for each in made:
-        each.engine.dispose()
-        each.direct.dispose()
-        each.proxy.close()
-        each.server.close()
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(member(kind)) for kind in kinds]
 
 
 @pytest.fixture
@@ -166,18 +155,8 @@ def wipe(each: Member) -> Callable[[], None]:
 
 
 def read_only(each: Member) -> Callable[[], None]:
-    if not isinstance(each.server, PostgreSQL):
-        each.run("SET GLOBAL read_only = 1")
-        return lambda: each.run("SET GLOBAL read_only = 0")
-
-    def set_to(value: str) -> None:
-        with each.direct.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.execute(text("SET default_transaction_read_only = off"))
-            connection.execute(text(f"ALTER SYSTEM SET default_transaction_read_only = {value}"))
-            connection.execute(text("SELECT pg_reload_conf()"))
-
-    set_to("on")
-    return lambda: set_to("off")
+    make_read_only(each.direct, True)
+    return lambda: make_read_only(each.direct, False)
 
 
 FAULTS = {
@@ -190,21 +169,22 @@ FAULTS = {
 }
 
 
+def cycle(five: list[Engine], **options: Any) -> float:
+    """How many seconds it takes to acquire and to release the lock."""
+    began = time.monotonic()
+    with lock(five, **options):
+        pass
+    return time.monotonic() - began
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_minority_that_fails_delays_nobody_after_its_first_failure(
     what: str, five: list[Engine], servers: list[Member]
 ) -> None:
     """A holder keeps the lock, gives it back, and the next one gets it; the first failure costs a limit a round."""
-
-    def cycle() -> float:
-        began = time.monotonic()
-        with lock(five):
-            pass
-        return time.monotonic() - began
-
     for _ in range(5):
-        _ = cycle()
+        _ = cycle(five)
     held = lock(five)
     assert held.acquire()
     minority = servers[0], servers[4]  # the first, in whose queue they wait
@@ -222,7 +202,7 @@ def test_a_minority_that_fails_delays_nobody_after_its_first_failure(
         assert time.monotonic() - began < 1.5
         with lock(five) as next_one:
             assert next_one.fence > before
-        took = sorted(cycle() for _ in range(20))
+        took = [cycle(five) for _ in range(20)]
         assert statistics.median(took) < 0.2, "no round waits for the minority"
     finally:
         for each in heal:
@@ -241,18 +221,11 @@ def whole(five: list[Engine]) -> bool:
 @pytest.mark.exact
 def test_a_member_that_somebody_has_write_locked_delays_nobody(five: list[Engine], servers: list[Member]) -> None:
     """It answers each take after a quarter of a second: that it is busy, and not that it has a holder."""
-
-    def cycle() -> float:
-        began = time.monotonic()
-        with lock(five, answer=1):
-            pass
-        return time.monotonic() - began
-
-    before = statistics.median(cycle() for _ in range(10))
+    before = statistics.median(cycle(five, answer=1) for _ in range(10))
     for each in servers[0], servers[4]:  # the first, in whose queue they wait
         with each.direct.connect() as stranger:
             stranger.execute(text("SELECT * FROM locks FOR UPDATE"))
-            took = statistics.median(cycle() for _ in range(20))
+            took = statistics.median(cycle(five, answer=1) for _ in range(20))
         assert took < max(10 * before, 0.1)
 
 
@@ -300,7 +273,7 @@ def test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any
             _ = healing.callback(kill(servers[0]))
             session.execute("SELECT pg_promote()")
             promoted = time.monotonic()
-            servers[0].proxy._target = ("127.0.0.1", standby.port)
+            servers[0].proxy.lead_to(standby.port)
             servers[0].proxy.refusing = False
             heal()
             # The primary's tenure is still relied on: without it the promoted one and the last one would be a majority.
@@ -317,7 +290,6 @@ def test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any
             assert until(lambda: whole(three), 10)
             assert time.monotonic() - promoted > ttl
     finally:
-        servers[0].proxy._target = ("127.0.0.1", servers[0].server.port)
-        servers[0].proxy.cut()
+        servers[0].proxy.lead_to(servers[0].server.port)
         healing.close()
         standby.close()

@@ -80,9 +80,9 @@ def django_place(settings: dict[str, Any], quarantine: float | str | None) -> It
 class Crowd:
     """Flows at work."""
 
-    def __init__(self, places: list[Place], chance: random.Random, longest: float, keys: str) -> None:
+    def __init__(self, places: list[Place], chance: random.Random, longest: float) -> None:
         self.beliefs = list[Belief]()
-        self._longest, self._keys, self._stop = longest, keys, threading.Event()
+        self._longest, self._stop = longest, threading.Event()
         self._pool = ThreadPoolExecutor(2 * len(places))
         self._work = [self._pool.submit(self._flow, place, random.Random(chance.random())) for place in 2 * places]
 
@@ -99,7 +99,7 @@ class Crowd:
 
     def _flow(self, place: Place, chance: random.Random) -> None:
         while not self._stop.is_set():
-            key, timeout = chance.choice(self._keys), chance.choice((0, 1, 9))
+            key, timeout = chance.choice("abc"), chance.choice((0, 1, 9))
             lock = place.lock(key, ttl=self._longest / 2, timeout=timeout, renew=chance.random() < 0.7)
             try:
                 if not lock.acquire():
@@ -134,7 +134,6 @@ def crowd(
     *,
     quarantine: float | str | None = "auto",
     longest: float = 4.0,
-    keys: str = "abc",
 ) -> Iterator[Crowd]:
     """Two flows for each URL and for each database of Django, until the `with` ends; the record is checked then.
 
@@ -143,7 +142,7 @@ def crowd(
     with ExitStack() as stack:
         places = [stack.enter_context(engine_place(url, quarantine)) for url in urls]
         places += [stack.enter_context(django_place(settings, quarantine)) for settings in django]
-        made = Crowd(places, chance, longest, keys)
+        made = Crowd(places, chance, longest)
         try:
             yield made
         finally:

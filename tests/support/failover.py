@@ -10,10 +10,12 @@ from typing import Any
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
+from dblock.core import runtime
+from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import create_tables
 from tests.conftest import INNODB
-from tests.support.lab import until
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, running
+from tests.support.lab import hold_of, until
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, S, Server, Standby, running
 
 KINDS = ("postgresql", *(name for name in INNODB if name == "mariadb" or MySQL.installed()))
 URLS = {
@@ -28,6 +30,31 @@ SOON = {
     "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
 }
 """So many seconds from now, in SQL."""
+
+
+@contextlib.contextmanager
+def locking(make: Callable[[], S], url: str = URLS["postgresql"]) -> Iterator[tuple[S, Engine]]:
+    """A server of its own with the tables, and an engine for it."""
+    with running(make) as server:
+        engine = create_engine(url.format(server.port))
+        create_tables(engine)
+        yield server, engine
+        engine.dispose()
+
+
+def make_tables(url: str) -> None:
+    """Make the tables in a database."""
+    engine = create_engine(url)
+    create_tables(engine)
+    engine.dispose()
+
+
+def elsewhere(lock: Any) -> float:
+    """Leave the tenure to its row, as if its holder were another process; until when that one trusts it."""
+    hold = hold_of(lock)
+    runtime.current.watchdog.discard(hold)
+    current_flow().holds.clear()
+    return hold.lease.trusted_until
 
 
 def logged(kind: type[MariaDB], number: int) -> type[MariaDB]:
@@ -50,11 +77,20 @@ class Pair:
 
     def __init__(self, kind: str, primary: Server, replica: Server) -> None:
         self.kind, self.primary, self.replica = kind, primary, replica
+        self._engines = list[Engine]()
 
-    def engine(self, server: Server, **options: Any) -> Engine:
-        """An engine for one of the two; `options` are those of the lock, without `dblock_`."""
-        named = {f"dblock_{name}": value for name, value in options.items()}
-        return create_engine(URLS[self.kind].format(server.port), execution_options=named)
+    def engines(self, quarantine: float | None) -> list[Engine]:
+        """One for each of the two, until the end of the pair; with that quarantine after a failover."""
+        named = {"dblock_failover_quarantine": quarantine}
+        self._engines += [
+            create_engine(URLS[self.kind].format(each.port), execution_options=named)
+            for each in (self.primary, self.replica)
+        ]
+        return self._engines
+
+    def close(self) -> None:
+        for each in self._engines:
+            each.dispose()
 
     def has(self, key: str) -> bool:
         """Whether the replica has the latest row of that key."""
@@ -63,13 +99,9 @@ class Pair:
             return self.ask(self.replica, sql, key=key) == self.ask(self.primary, sql, key=key) != []
         return False
 
-    @property
-    def both(self) -> tuple[Server, Server]:
-        return self.primary, self.replica
-
     def ask(self, server: Server, sql: str, **parameters: Any) -> list[Any]:
         """The rows that a server answers with, over a connection of its own; none without a table, as yet."""
-        engine = self.engine(server)
+        engine = create_engine(URLS[self.kind].format(server.port))
         try:
             with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 found = connection.execute(text(sql), parameters)
@@ -133,12 +165,11 @@ def pair_of(kind: str, *, synchronous: bool = False, ahead: float = 0.0) -> Iter
             primary = stack.enter_context(running(logged(make, 1)))
             replica = stack.enter_context(running(lambda: following(logged(make, 2))))
         pair = Pair(kind, primary, replica)
+        _ = stack.callback(pair.close)
         _follow(pair)
         if synchronous:  # the standby, which has been copied, will not wait for another one
             pair.ask(primary, "ALTER SYSTEM SET synchronous_standby_names = '*'")
             pair.ask(primary, "SELECT pg_reload_conf()")
             assert until(lambda: pair.ask(primary, "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"))
-        engine = pair.engine(primary)
-        create_tables(engine)
-        engine.dispose()
+        make_tables(URLS[kind].format(primary.port))
         yield pair
