@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import run
 from tests.support.lab import FEW, Remote, remaining, until
-from tests.support.subjects import Subject
+from tests.support.subjects import Actor, Subject
 
 WRONG = {"django": "3600", "sqlalchemy": "-3600"}
 
@@ -84,33 +84,30 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_a_clock_that_is_stepped_changes_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_stepped_changes_nothing(
+    subject: Subject, actors: Callable[..., Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During take, hold, renewal and wait: held as long as it should be, and waited for as long as was asked."""
     ttl, heard = 0.6, list[Any]()
     lock = subject.lock("k", ttl=ttl, on_lost=lambda *told: heard.append(told))
-    rival, refused = subject.lock("k"), list[Any]()
+    rival = subject.lock("k")
 
-    def wait() -> None:
+    def wait() -> tuple[bool, float]:
         began = time.monotonic()
-        refused.extend([rival.acquire(timeout=0.8), time.monotonic() - began])
-        if subject.variant == "django":
-            from django.db import connections
-
-            connections.close_all()
+        return rival.acquire(timeout=0.8), time.monotonic() - began
 
     with stepping(monkeypatch):
         assert lock.acquire()
-        thread = threading.Thread(target=wait)
-        thread.start()
+        waiting = actors(subject).start(wait)
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             assert lock.state == "held"
             assert 0 < lock.remaining <= ttl
             time.sleep(0.01)
         assert 0 < remaining(subject) < ttl + 0.01
-        thread.join()
-        assert refused[0] is False
-        assert 0.75 < refused[1] < 1.6
+        got, took = waiting.result(20)
+        assert got is False
+        assert 0.75 < took < 1.6
         lock.release()
         assert rival.acquire(timeout=0)
         rival.release()

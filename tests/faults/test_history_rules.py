@@ -25,8 +25,8 @@ def permit(slot: int, fence: int, end: float, until: float) -> Operation:
     return take("permit", fence, end, until, slot=slot, permits=2)
 
 
-def queued(fence: int, ticket: int, end: float, client: str = "1.a") -> Operation:
-    return alone(fence, end, end + 0.1, ticket=ticket, joined=ticket, how="waited", client=client)
+def queued(fence: int, ticket: int, end: float) -> Operation:
+    return alone(fence, end, end + 0.1, ticket=ticket, joined=ticket, how="waited", client="1.a")
 
 
 def newcomer(begin: float, end: float, **more: object) -> Operation:

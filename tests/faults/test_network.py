@@ -9,20 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, create_engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
-from dblock.core.lock import entering
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.tokens import valid_token
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, timed, url
 from tests.contract.test_queue import LATER
-from tests.faults.conftest import ALL_WIRES, EACH_WIRE, SEVERAL_WIRES, Wire, name_of
-from tests.support.lab import LONG, alive, hold_of, remaining, renews, times, until
-from tests.support.proxy import Proxy
+from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, SEVERAL_WIRES, Wire, name_of, proxied
+from tests.support.lab import LONG, alive, remaining, renews, times, until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
@@ -33,9 +30,7 @@ pytestmark = [
 def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     """No packet passes, no connection is reset: `lost` at the deadline, while the renewal still hangs; told once."""
     ttl, heard = 1.2, list[tuple[float, Reason]]()
-    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append((clock.now(), reason)))
-    assert wire.actor.call(lock, "acquire")
-    hold = wire.actor.do(lambda: hold_of(lock))
+    lock, hold = wire.acquired(ttl=ttl, on_lost=lambda _, reason: heard.append((clock.now(), reason)))
     assert renews(hold, soon=False), "so that there is a connection for the next one to hang on"
     wire.proxy.black_hole = True
     deadline = hold.lease.trusted_until
@@ -63,28 +58,11 @@ def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     assert wire.actor.get(lock, "state") is None
 
 
-def test_a_lock_that_was_lost_is_said_to_be_when_the_database_is_away(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the end of its block too, where its release fails: with the database's error as the cause."""
-    timed(monkeypatch, retry_budget=0.5)
-    lock = wire.subject.lock("k", ttl=0.4, renew=False)
-    assert wire.actor.call(lock, "acquire")
-    assert until(lambda: wire.actor.get(lock, "state") == "lost", 5)
-    wire.proxy.refusing = True
-    wire.proxy.cut()
-    with pytest.raises(LockLost) as lost:
-        wire.actor.call(lock, "release")
-    assert isinstance(lost.value.__cause__, LockStoreError)
-
-
 def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
     """A renewal is answered after 0.4 ttl: trust never reaches past the time of its request + ttl - margin."""
     ttl = 1.0
-    lock = wire.subject.lock("k", ttl=ttl)
-    assert wire.actor.call(lock, "acquire")
+    lock, hold = wire.acquired(ttl=ttl)
     time.sleep(ttl / 3 + 0.1)
-    hold = wire.actor.do(lambda: hold_of(lock))
     wire.proxy.delay, asked = 0.4 * ttl, len(wire.proxy.asked)
     first, sent = hold.lease.trusted_until, hold.lease.renewed
     assert until(lambda: len(wire.proxy.asked) > asked, ttl)
@@ -101,12 +79,13 @@ def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
     wire.actor.call(lock, "release")
 
 
-def test_an_answer_after_the_deadline_revives_nothing(wire: Wire) -> None:
-    """Renewals answered after 0.8 ttl: the first lease's deadline stands, and what comes after it is not trusted."""
+def test_an_answer_after_the_deadline_revives_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewals answered after 0.8 ttl: the first lease's deadline stands, and what comes after it is not trusted.
+
+    A release says that the lock was lost, though the database is away by then, with its error as the cause.
+    """
     ttl, heard = 0.7, list[Reason]()
-    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
-    assert wire.actor.call(lock, "acquire")
-    hold = wire.actor.do(lambda: hold_of(lock))
+    lock, hold = wire.acquired(ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
     deadline = hold.lease.trusted_until
     wire.proxy.delay = 0.8 * ttl
     while clock.now() < deadline + 0.4:
@@ -117,16 +96,17 @@ def test_an_answer_after_the_deadline_revives_nothing(wire: Wire) -> None:
     assert wire.actor.get(lock, "state") == "lost"
     assert until(lambda: heard)
     assert len(heard) == 1
-    wire.proxy.delay = 0.0
+    timed(monkeypatch, retry_budget=0.5)
+    wire.proxy.delay, wire.proxy.refusing = 0.0, True
     wire.proxy.cut()
-    with pytest.raises(LockLost):
+    with pytest.raises(LockLost) as lost:
         wire.actor.call(lock, "release")
+    assert isinstance(lost.value.__cause__, LockStoreError)
 
 
 def test_an_extend_answered_late_counts_from_its_sending(wire: Wire) -> None:
     """The answer of `extend()` comes after 0.8 ttl: what is left is ttl - margin less that time, if anything."""
-    lock = wire.subject.lock("k", ttl=5, renew=False)
-    assert wire.actor.call(lock, "acquire")
+    lock, _ = wire.acquired(ttl=5, renew=False)
     for _ in range(3):  # prepared
         wire.actor.call(lock, "extend")
     wire.proxy.delay = 1.2
@@ -146,9 +126,7 @@ def test_an_extend_answered_late_counts_from_its_sending(wire: Wire) -> None:
 def test_a_holder_that_cannot_renew_steps_down_once(wire: Wire) -> None:
     """Every renewal fails for several ttl: told once, and then there is one holder, the next one."""
     ttl, heard = 0.4, list[Reason]()
-    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
-    assert wire.actor.call(lock, "acquire")
-    hold = wire.actor.do(lambda: hold_of(lock))
+    lock, hold = wire.acquired(ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
     wire.proxy.refusing = True
     wire.proxy.cut()
     rival = wire.direct.lock("k", ttl=30)
@@ -168,29 +146,10 @@ def test_a_holder_that_cannot_renew_steps_down_once(wire: Wire) -> None:
     rival.release()
 
 
-def test_an_outage_shorter_than_the_lease_is_survived(wire: Wire) -> None:
-    """Cut and refused for a third of the ttl, while a renewal is due: never lost, and the lease lives on."""
-    lock = wire.subject.lock("k", ttl=3)
-    assert wire.actor.call(lock, "acquire")
-    hold = wire.actor.do(lambda: hold_of(lock))
-    assert renews(hold, soon=False)
-    wire.proxy.refusing = True
-    wire.proxy.cut()
-    time.sleep(1.2)
-    wire.proxy.refusing = False
-    assert renews(hold, soon=False)
-    assert until(lambda: wire.actor.get(lock, "state") == "held")
-    assert remaining(wire.direct) > 0
-    wire.actor.call(lock, "release")
-    assert wire.direct.row("k")["owner"] is None
-
-
 @pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])
 def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
     """Each renewal's connection ends after COMMIT and before the answer (or before the request): the lease lives."""
-    lock = wire.subject.lock("k", ttl=2.4)
-    assert wire.actor.call(lock, "acquire")
-    hold = wire.actor.do(lambda: hold_of(lock))
+    lock, hold = wire.acquired(ttl=2.4)
     assert renews(hold)  # the renewer has its connection
     setattr(wire.proxy, side, 1)
     assert renews(hold)
@@ -277,9 +236,7 @@ def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
 
 def attached(wire: Wire, token: str) -> Any:
     """The lock of a token, held over the wire."""
-    lock = wire.subject.lock("k", ttl=60, renew=False)
-    drive = lock._drive if wire.subject.face == "sync" else lock._adrive
-    return wire.actor.do(lambda: drive(entering.attach(lock, valid_token(token))))
+    return wire.actor.do(lambda: wire.subject.api("attach", token, ttl=60, renew=False))
 
 
 @pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
@@ -329,15 +286,6 @@ def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: 
     assert until(lambda: alive(wire.direct) == 0, ttl + 0.1)
 
 
-LISTENERS = {
-    "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock: listener%'",
-    **dict.fromkeys(
-        INNODB, "SELECT id FROM information_schema.processlist WHERE info LIKE 'SELECT lock_waiters.ticket%'"
-    ),
-}
-"""The sessions that listen."""
-
-
 @pytest.mark.direct
 @pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
 def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,13 +317,10 @@ def test_an_outage_is_logged_once(
 ) -> None:
     """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
     timed(monkeypatch, retry_budget=1.0, waiter_ttl=1.5, listen_after=0.0)
-    where = make_url(url("postgresql"))
-    assert where.port is not None
-    holding = create_engine(where)
+    holding = create_engine(url("postgresql"))
     holder = db_lock(holding, "k")
     assert holder.acquire()
-    with Proxy(0, where.port) as proxy:
-        engine = create_engine(where.set(port=proxy.port))
+    with proxied("postgresql") as (proxy, engine):
         flows = [threading.Thread(target=wait_and_release, args=(engine,)) for _ in range(5)]
         with db_lock(engine, "other", ttl=60):
             for flow in flows:
@@ -390,12 +335,11 @@ def test_an_outage_is_logged_once(
         holder.release()
         for flow in flows:
             flow.join()
-        engine.dispose()
     assert not holder.locked()
     begin, end = (record.getMessage() for record in caplog.records)
     assert "cannot be used, trying again" in begin
     assert "can be used again, after" in end
-    assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(where.set(port=proxy.port)), "")), begin
+    assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(engine.url), "")), begin
     holding.dispose()
 
 

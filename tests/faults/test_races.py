@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime
 from dblock.core.errors import LockLost, LockStoreError
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import attach, db_lock
-from tests.conftest import run, url
+from sqlalchemy_dblock import attach
+from tests.conftest import run
 from tests.support.lab import FEW, alive, hold_of, keeper_rests, remaining, renews, threads, times, until
-from tests.support.subjects import MATRIX, Subject
+from tests.support.strikes import play
+from tests.support.subjects import MATRIX, Actor, Subject
 
-ASYNC = [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}]
+ASYNC = [cell for cell in MATRIX if cell.face == "async" and cell.driver not in {"", "asyncmy"}]
 
 pytestmark = [
     pytest.mark.usefixtures("pruned_soon"),
@@ -39,7 +39,7 @@ def idle() -> bool:
     return not threads()
 
 
-def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
+def test_an_acquire_that_times_out_leaves_nothing(subject: Subject, actors: Callable[..., Actor]) -> None:
     """A wait of random length on a key that becomes free at a random moment: True and held, or False and nothing."""
     run(subject.database, "DELETE FROM locks")
     chance, outcomes, done = random.Random(), list[bool](), threading.Event()
@@ -50,13 +50,8 @@ def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
             with other:
                 time.sleep(chance.uniform(0.01, 0.06))
             time.sleep(chance.uniform(0, 0.01))
-        if subject.variant == "django":
-            from django.db import connections
 
-            connections.close_all()
-
-    thread = threading.Thread(target=churn)
-    thread.start()
+    churning = actors(subject).start(churn)
     try:
         for _ in range(times(30, 1000)):
             lock = subject.lock("k", ttl=3)
@@ -73,33 +68,51 @@ def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
             assert not current_flow().holds
     finally:
         done.set()
-        thread.join()
+        churning.result(20)
     assert set(outcomes) == {True, False}
     assert kept() == []
     assert until(lambda: alive(subject) == 0, 4)  # a take whose answer came too late ends after one ttl
 
 
-def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
-    """The renewal is due at the moment of the release: nothing is extended afterwards, and nothing goes on."""
-    chance, rows = random.Random(), dict[str, Any]()
-    count = times(80, 10_000)
+async def releases_win(subject: Subject, count: int) -> None:
+    """The renewal is due at the moment of each release: nothing is extended afterwards, and nothing goes on."""
+    chance, rows, watchdog = random.Random(), dict[str, Any](), runtime.current.watchdog
     for n in range(count):
         lock = subject.lock(f"k{n % 100}", ttl=30)
-        assert lock.acquire()
+        assert await subject.ask(lock, "acquire")
         hold = hold_of(lock)
         hold.lease.due = 0.0
-        runtime.current.watchdog.wake()
-        time.sleep(chance.uniform(0, 0.003))
-        lock.release()
-        assert hold not in runtime.current.watchdog._holds
+        watchdog.wake()
+        await subject.pause(chance.uniform(0, 0.003))
+        await subject.ask(lock, "release")
+        assert hold not in watchdog._holds
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
-    assert until(lambda: all(keeper_rests(each) for each in runtime.current.watchdog._keepers.values()), 2)
+    deadline = time.monotonic() + 2
+    while not all(keeper_rests(each) for each in list(watchdog._keepers.values())):
+        assert time.monotonic() < deadline
+        await subject.pause(0.01)
     for key, row in rows.items():
         assert subject.row(key) == row
     assert alive(subject) == 0
     assert kept() == []
+
+
+def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
+    play(releases_win(subject, times(80, 10_000)))
+    assert until(idle, 20), threads()
+
+
+@pytest.mark.parametrize("subject", ASYNC, indirect=True, ids=str)
+def test_an_async_release_against_a_renewal_wins(subject: Subject) -> None:
+    """On an event loop, where the renewals are tasks of it."""
+
+    async def main() -> None:
+        await releases_win(subject, times(40, 10_000))
+        await subject.engine.dispose()
+
+    asyncio.run(main())
     assert until(idle, 20), threads()
 
 
@@ -123,34 +136,6 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
             stranger.release()
 
 
-@pytest.mark.parametrize(("database", "driver"), ASYNC, indirect=["database"])
-def test_an_async_release_against_a_renewal_wins(database: str, driver: str) -> None:
-    """The same on an event loop, where the renewals are tasks of it."""
-    subject, chance = Subject("sqlalchemy", "sync", database), random.Random()
-    engine = create_async_engine(url(database, driver))
-
-    async def main() -> None:
-        for n in range(times(40, 10_000)):
-            lock = db_lock(engine, f"k{n % 20}", ttl=30)
-            assert await lock.acquire()
-            hold = hold_of(lock)
-            hold.lease.due = 0.0
-            runtime.current.watchdog.wake()
-            await asyncio.sleep(chance.uniform(0, 0.003))
-            await lock.release()
-            assert hold not in runtime.current.watchdog._holds
-        rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
-        await asyncio.sleep(0.2)
-        assert not any(keeper.tasks for keeper in runtime.current.watchdog._keepers.values())
-        assert run(database, "SELECT * FROM locks ORDER BY lock_key") == rows
-        await engine.dispose()
-
-    asyncio.run(main())
-    assert alive(subject) == 0
-    assert kept() == []
-    assert until(idle, 20), threads()
-
-
 def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread to be had at one take: the key is given back; the next takes are renewed."""
     subject = Subject("sqlalchemy", "sync", "sqlite")
@@ -162,7 +147,7 @@ def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatc
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    lock = subject.lock("k", ttl=0.6)
+    lock = subject.lock("k", ttl=2)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(LockStoreError, match="'k'.*can't start new thread"):
@@ -174,13 +159,7 @@ def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatc
         with pytest.raises(LockStoreError, match="'k'.*can't start new thread"):
             attach(subject.engine, token.detach())
         assert not lock.locked()
-    try:
-        assert subject.lock("other", ttl=2).acquire()
-        assert renews(hold_of(subject.lock("other")), soon=False)
-        assert subject.lock("other").state == "held"
-        subject.lock("other").release()
-    finally:
-        if runtime.current.watchdog._thread is not None and not runtime.current.watchdog._thread.is_alive():
-            runtime.current.watchdog._thread = None  # or the tests that follow would fail too
+    with lock:
+        assert renews(hold_of(lock), soon=False)
     assert until(idle, 20)
     subject.engine.dispose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,35 +99,4 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(postgresql: object, mo
     assert run("postgresql", "SELECT count(*) FROM locks WHERE expires_at > now() + interval '26 s'") == [(count,)]
     assert all(hold.lease.state == "held" for hold in holds)
     run("postgresql", "DELETE FROM locks")
-    engine.dispose()
-
-
-def test_leases_of_many_threads_share_a_statement(postgresql: object) -> None:
-    """Taken one by one by several threads: after the first rounds, one statement for all that are due."""
-    engine, done = create_engine(url("postgresql")), threading.Event()
-    store, names = sqlalchemy_dblock.store.store_for(engine), list[str]()
-    real: Callable[..., Rows] = store.execute
-
-    def execute(step: Execute) -> Rows:
-        names.append(step.statement.name)
-        return real(step)
-
-    store.execute = execute  # type: ignore[method-assign]
-
-    def hold(n: int) -> None:
-        with sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=1.5):
-            done.wait()
-
-    threads = [threading.Thread(target=hold, args=(n,)) for n in range(20)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.01)
-    time.sleep(1.0)
-    names.clear()
-    time.sleep(1.5)
-    renewals = names.count("renew")
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert 2 <= renewals <= 15  # each for itself: 60
     engine.dispose()

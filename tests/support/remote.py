@@ -10,10 +10,8 @@ import datetime  # noqa: ICN001 - its class is replaced
 import json
 import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,37 +97,6 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
     transaction.guard(lock)
     transaction.write(number)
     transaction.end()
-
-
-def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
-    """Let something happen before a method of this very lock object, each time."""
-    plain = getattr(lock, method)
-
-    def later(*args: Any) -> Any:
-        happens()
-        return plain(*args)
-
-    setattr(lock, method, later)
-
-
-def guarded_block(subject: Subject, lock: Any, moment: str) -> str:
-    """A guarded block that writes; the process stops itself at that moment, as a paused machine would."""
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    if moment != "in the body":
-        before(lock, "guard" if moment == "before the guard" else "__exit__", stop)
-    block = lock.atomic() if subject.variant == "django" else lock.begin(subject.engine)
-    with block as connection:
-        if subject.variant == "django":
-            with connections[lock.using].cursor() as cursor:
-                cursor.execute("INSERT INTO ledger (n) VALUES (1)")
-        else:
-            connection.execute(text("INSERT INTO ledger (n) VALUES (1)"))
-        if moment == "in the body":
-            stop()
-    return "done"
 
 
 def contend(subject: Subject, seed: int, count: int) -> int:
