@@ -27,7 +27,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
 from tests.conftest import DATABASES, INNODB, POOLER, SERVERS, observer, ready, run, timed, url
-from tests.servers.test_pooler import missing
+from tests.support.clusters import missing
 from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.pages import block
@@ -265,7 +265,7 @@ def test_listening_that_does_not_arrive(request: pytest.FixtureRequest, server: 
 
 
 @pytest.mark.direct
-@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
+@pytest.mark.skipif(bool(missing("pgbouncer")), reason=HINTS["pgbouncer"])
 def test_a_pooler(postgresql: PostgreSQL) -> None:
     """In transaction mode: all is well but that nobody is notified."""
     with running(lambda: PgBouncer(postgresql)) as pooler:

@@ -15,75 +15,52 @@ import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
 from tests.conftest import INNODB, MYSQL_DRIVER, url
-from tests.support.lab import SYNC, in_child
+from tests.support.lab import FACES, SYNC, in_child
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 
 @pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_a_block_that_is_open_at_the_fork_is_the_parents(subject: Subject) -> None:
-    """The child is not inside of it: it holds nothing, and what it takes itself says which process it is."""
-
-    def child() -> Any:
-        try:
-            lock.check()
-        except LockLost as error:
-            refused = str(error)
-        with subject.lock("child's own"):
-            return refused, lock.state, lock.fence, subject.row("child's own")["pid"], os.getpid()
-
-    with subject.lock("k") as lock:
-        refused, state, fence, written, pid = in_child(child)
-        assert lock.verify()
-    assert "not held by this thread" in refused
-    assert (state, fence) == (None, None)
-    assert written == pid != os.getpid()
-
-
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
 def test_a_child_owns_nothing(subject: Subject) -> None:
-    """It cannot release, re-enter or extend its parent's lock, is a rival of its parent's, and can lock on its own."""
+    """Neither what its parent has acquired, nor a block that is open at the fork.
 
-    lock = subject.lock("k")
-    lock.acquire()
-    before = subject.row("k")
+    It cannot release, re-enter or extend its parent's lock, and is a rival of its parent's. It can lock on its own, as
+    in every preforking server: by objects and decorated functions that were made, and used, before the fork.
+    """
+    lock, block, own = subject.lock("k"), subject.lock("block"), subject.lock("own", timeout=0)
+    function = own(lambda: "done")
+    assert function() == "done"
 
     def child() -> Any:
         refused = []
-        for attempt in (lock.acquire, lock.release, lock.extend):
+        for attempt in (lock.acquire, lock.release, lock.extend, block.check):
             try:
                 attempt()
-            except LockNotHeld as error:
+            except (LockNotHeld, LockLost) as error:
                 refused.append(str(error))
         rival = subject.lock("k").acquire(blocking=False)
-        with subject.lock("child's own") as own:
-            return refused, lock.state, lock.owner, rival, own.verify(), own.owner
+        with own:
+            pids = subject.row("own")["pid"], os.getpid()
+            known = lock.state, lock.owner, block.state, block.fence
+            return refused, known, rival, own.verify(), own.owner, pids, function()
 
-    refused, state, owner, rival, verified, own = in_child(child)
-    assert len(refused) == 3
+    lock.acquire()
+    before = subject.row("k")
+    with block:
+        refused, known, rival, verified, owner, (written, pid), done = in_child(child)
+        assert block.verify()
+    assert len(refused) == 4
     assert str(os.getpid()) in refused[0]
-    assert (state, owner, rival, verified) == (None, None, False, True)
-    assert own != lock.owner
+    assert "not held by this thread" in refused[3]
+    assert known == (None, None, None, None)
+    assert (rival, verified, done) == (False, True, "done")
+    assert owner != lock.owner
+    assert written == pid != os.getpid()
     assert subject.row("k") == before
     assert lock.verify()  # on the connection that the child inherited, and left alone
     lock.release()
     assert subject.row("k")["owner"] is None
-
-
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject) -> None:
-    """As in every preforking server; also inside a call of the parent's."""
-
-    module_lock = subject.lock("module", timeout=0)
-    function = module_lock(lambda: "done")
-    assert function() == "done"
-
-    def child() -> Any:
-        with module_lock:
-            return function()
-
-    assert in_child(child) == "done"
     assert function() == "done"
 
 
@@ -132,7 +109,7 @@ def test_a_child_ends_its_parents_atomic_block(database: str) -> None:
     assert not lock.locked()
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", [each for each in FACES if each.face == "sync"], ids=str, indirect=True)
 def test_who_observes_goes_on_to_in_a_child(subject: Subject) -> None:
     """What a server subscribes before it forks its workers is subscribed in them; what a child ends, goes on here."""
     told: list[Event] = []

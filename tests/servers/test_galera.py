@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -12,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import create_engine, text
 
 from dblock import LockStoreError
-from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import db_lock
+from tests.support.failover import make_tables
 from tests.support.lab import ROOT, until
 from tests.support.servers import Galera, MissingServer, running
 
@@ -41,31 +41,32 @@ print(json.dumps(fences))
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[str]]:
-    """The URLs of two."""
+def nodes() -> Iterator[list[Galera]]:
+    """Two of them."""
     try:
         _ = Galera.provider()
     except MissingServer as missing:
         pytest.skip(str(missing))
     with running(Galera) as first, running(lambda: Galera(first)) as second:
         first.create_database("locks")
-        urls = [f"mysql+pymysql://root@127.0.0.1:{node.port}/locks" for node in (first, second)]
-        engine = create_engine(urls[0])
-        metadata.create_all(engine)
-        engine.dispose()
-        yield urls
+        make_tables(address(first))
+        yield [first, second]
 
 
-def test_one_at_a_time_across_nodes(nodes: list[str], tmp_path: Path) -> None:
+def address(node: Galera) -> str:
+    return f"mysql+pymysql://root@127.0.0.1:{node.port}/locks"
+
+
+def test_one_at_a_time_across_nodes(nodes: list[Galera], tmp_path: Path) -> None:
     """And nobody is told of a loss."""
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", STRANGERS, url, str(tmp_path / "mutex"), str(SECONDS)],
+            [sys.executable, "-c", STRANGERS, address(node), str(tmp_path / "mutex"), str(SECONDS)],
             stdout=subprocess.PIPE,
             cwd=ROOT,
             text=True,
         )
-        for url in (*nodes, *nodes)
+        for node in (*nodes, *nodes)
     ]
     told = [json.loads(worker.communicate(timeout=50)[0] or "[]") for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * len(workers)
@@ -74,9 +75,9 @@ def test_one_at_a_time_across_nodes(nodes: list[str], tmp_path: Path) -> None:
     assert all(each == sorted(each) for each in told)
 
 
-def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[Galera], caplog: pytest.LogCaptureFixture) -> None:
     """A waiter that is told of a tenure that another node has granted asks its own node, which is behind."""
-    here, there = (create_engine(url, isolation_level="AUTOCOMMIT") for url in nodes)
+    here, there = (create_engine(address(node), isolation_level="AUTOCOMMIT") for node in nodes)
     holder, heir = db_lock(here, "behind", ttl=30), db_lock(there, "behind", ttl=30, timeout=30)
     seen = list[bool]()
 
@@ -102,41 +103,32 @@ def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[str], caplog: p
     there.dispose()
 
 
-def test_without_a_majority_nobody_gets_a_key(nodes: list[str]) -> None:
+def test_without_a_majority_nobody_gets_a_key(nodes: list[Galera]) -> None:
     """A try says why, and a waiter waits until the nodes are together again; a holder is told in time."""
-    one, other = engines = [
-        create_engine(url, isolation_level="AUTOCOMMIT", pool_reset_on_return=None) for url in nodes
-    ]
-    with one.connect() as first, other.connect() as second, ThreadPoolExecutor(1) as pool:
+    one, other = engines = [create_engine(address(node)) for node in nodes]
 
-        def provide(connection: Connection, option: str) -> str:
-            """Set an option of Galera; the text that sets it back, where it is shown."""
-            name = option.partition("=")[0]
-            found = connection.execute(text("SELECT @@wsrep_provider_options")).scalar()
-            connection.execute(text(f"SET GLOBAL wsrep_provider_options = '{option}'"))
-            return "".join(f"{name}={value}" for value in re.findall(rf"{name} = ([^;]*);", str(found)))
+    def believe() -> set[str]:
+        """What the nodes say of themselves: whether they are of the majority."""
+        return {node.status("wsrep_ready") for node in nodes}
 
-        def primary() -> list[bool]:
-            """Whether the nodes believe to be of the majority."""
-            status = text("SHOW STATUS LIKE 'wsrep_ready'")
-            return [connection.execute(status).one()[1] == "ON" for connection in (first, second)]
-
-        before = provide(first, "evs.suspect_timeout=PT0.7S"), provide(second, "evs.suspect_timeout=PT0.7S")
-        held = db_lock(one, "held", ttl=2)
-        assert held.acquire()
-        with db_lock(other, "k"):  # which opens the connection that the waiter will have
-            pass
-        _ = provide(second, "gmcast.isolate=1")
-        assert until(lambda: primary() == [False, False], 15), "each has one vote of two"
+    for node in nodes:
+        node.provide("evs.suspect_timeout=PT0.7S")
+    held = db_lock(one, "held", ttl=2)
+    assert held.acquire()
+    with db_lock(other, "k"):  # which opens the connection that the waiter will have
+        pass
+    nodes[1].provide("gmcast.isolate=1")
+    assert until(lambda: believe() == {"OFF"}, 15), "each has one vote of two"
+    with ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(db_lock(other, "k", timeout=40).acquire)
         with pytest.raises(LockStoreError, match="WSREP has not yet prepared node"):
             db_lock(one, "k").acquire(blocking=False)
         assert until(lambda: held.state == "lost", 5)
         assert not waiter.done()
-        _ = provide(second, "gmcast.isolate=0")
+        nodes[1].provide("gmcast.isolate=0")
         assert waiter.result(40)
-        assert until(lambda: all(primary()), 15)
-        for connection, setting in zip((first, second), before, strict=True):
-            _ = provide(connection, setting)
+    assert until(lambda: believe() == {"ON"}, 15)
+    for node in nodes:
+        node.provide("evs.suspect_timeout=PT5S")  # as by default
     for engine in engines:
         engine.dispose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import socket
 import time
@@ -15,10 +14,9 @@ import psycopg
 import pytest
 from django.db import connections
 from django.test import override_settings
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import URL, create_engine
 
 from dblock.core import runtime
-from dblock.core.acquire.request import Request
 from dblock.core.lock.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue
 from dblock.core.protocol.drive import drive
@@ -27,23 +25,17 @@ from dblock.core.wakeup.registry import MOST, Message, Wakeup, Wakeups
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, SELDOM, SERVERS, observer, ready, run, timed, url
+from tests.conftest import INNODB, SELDOM, SERVERS, observer, run, timed, url
 from tests.contract.test_queue import waiters
-from tests.support.lab import LONG, SOME, Remote, threads, times, until
+from tests.faults.conftest import LISTENERS
+from tests.faults.test_crash import joined
+from tests.support.lab import LONG, SOME, Remote, hold_of, threads, times, until
 from tests.support.steps import NO_STORE
-from tests.support.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, PSYCOPG2, Actor, Subject
 
 ROUNDS = times(3, 20)
-CALLED = [each for each in (MATRIX if LONG else SOME) if each.database != "sqlite"]
+CALLED = [each for each in (MATRIX if LONG else (*SOME, PSYCOPG2)) if each.database != "sqlite"]
 """Every variant that a database can notify."""
-
-EARS = {
-    "postgresql": "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'",
-    **dict.fromkeys(
-        INNODB, "SELECT 1 FROM information_schema.processlist WHERE info LIKE 'SELECT lock_waiters.ticket%'"
-    ),
-}
-"""Sessions that listen."""
 
 
 @pytest.fixture
@@ -76,34 +68,6 @@ def test_a_neighbour_notifies(subject: Subject) -> None:
     hand_overs(subject)
 
 
-def test_a_stranger_is_not_believed(sqlite: object) -> None:
-    """Whatever a process of this machine says to a waiter of whom it does not know the owner token."""
-    subject = Subject("sqlalchemy", "sync", "sqlite")
-    actor, other = Actor(subject), Actor(subject)
-    holder = subject.lock("k")
-    actor.call(holder, "acquire")
-    timeout = 30
-    lock = subject.lock("k", timeout=timeout)
-    waiting = other.start(lock.acquire)
-    assert until(lambda: waiters(subject) == 1)
-    [(ticket, fence)] = subject.run("SELECT ticket, fence FROM lock_waiters JOIN locks USING (lock_key)")
-    [(channel,)] = subject.run("SELECT channel FROM lock_waiters")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for proof in ("", "-", "0" * 64, "\u00e9", hashlib.sha256(f"{ticket} {fence} 0 ".encode()).hexdigest()):
-            for said in (fence, fence + 1, 0):
-                _ = stranger.sendto(f"{ticket} {said} 0 {proof} k".encode(), "\0" + channel)
-                time.sleep(0.01)
-        _ = stranger.sendto(b"\xff 1 0 2 k", "\0" + channel)
-    assert not waiting.done()
-    assert actor.get(holder, "state") == "held"
-    actor.call(holder, "release")
-    assert waiting.result(5) is True
-    other.call(lock, "release")
-    for each in (actor, other):
-        each.close()
-    subject.engine.dispose()
-
-
 @pytest.mark.direct
 @pytest.mark.parametrize("before", ["None", ELSEWHERE])
 def test_a_neighbour_is_not_notified(postgresql: object, before: str) -> None:
@@ -125,13 +89,11 @@ THERE = "dblock_00000000_0123456789abcdef"
 def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
     """With the heir's own token, so that it may begin at once."""
     subject = Subject("sqlalchemy", "sync", "postgresql")
-    asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", f"{THERE}.1")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {THERE}")
         with subject.lock("k", renew=False) as lock:
-            store, hold = lock._place.store(), lock._hold()
-            _ = drive(queue.join(store.database, asked, store.database.now() + 5))
-            assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here")) is not None
+            database, hold, _ = lock._place.store().database, hold_of(lock), joined(lock, f"{THERE}.1")
+            assert drive(queue.grant(database, "k", 1, hold.tenure, here="here")) is not None
             hold.grant.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
     message = Message.read(called.payload)
@@ -151,21 +113,6 @@ def test_a_listener_takes_no_place_in_a_pool(postgresql: object, monkeypatch: py
     assert isinstance(subscription, PsycopgSubscription)
     assert not hasattr(subscription._connection, "_pool")
     subscription.close()
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "pymysql"])
-def test_a_listener_that_is_not_let_in(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that accepts and never answers: it gives up in time, and tries again later."""
-    timed(monkeypatch, statement_timeout=0.6)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        kind = {"psycopg": "postgresql", "pymysql": "mysql"}[driver]
-        engine = create_engine(f"{kind}+{driver}://root@127.0.0.1:{silent.getsockname()[1]}/x")
-        store = db_lock(engine, "k")._place.store()
-        begun = time.monotonic()
-        with ThreadPoolExecutor(1) as pool, pytest.raises(store._errors):
-            pool.submit(store.subscribe, "channel", Wakeups()).result(20)
-        assert time.monotonic() - begun < 5
-    engine.dispose()
 
 
 def test_whether_to_listen_is_yes_or_no() -> None:
@@ -221,11 +168,6 @@ def victim(database: str) -> Iterator[Callable[[], bool]]:
             _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{channel}')")
 
 
-def run_call(store: Any, channel: str) -> None:
-    """Notify the process that listens there."""
-    _ = store.execute(Execute(NO_STORE, store.database.dialect.call, {"channel": channel}))
-
-
 @pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_several_listen(database: str) -> None:
     """Engines of one process have one name: the one that has it lets those who wait at the others poll, and leaves it
@@ -244,7 +186,7 @@ def test_several_listen(database: str) -> None:
     with ThreadPoolExecutor(1) as thread:
         heard = thread.submit(first.listen, 30)
         assert until(lambda: run(database, asleep) != [])
-        run_call(store, channel)
+        _ = store.execute(Execute(NO_STORE, store.database.dialect.call, {"channel": channel}))
         assert heard.result(5) == []
     assert not elsewhere.notified()
     assert first.listen(60) == []  # at once: it was notified
@@ -257,14 +199,10 @@ def test_several_listen(database: str) -> None:
 
 
 @pytest.mark.parametrize("database", INNODB, indirect=True)
-def test_another_user_rings_in_vain(database: str) -> None:
+def test_another_user_rings_in_vain(database: str, lowly: Callable[..., URL]) -> None:
     """A server lets users end their own statements only: the waiter polls, and its session is left alone."""
     subject = Subject("sqlalchemy", "sync", database)
-    address = make_url(url(database))
-    for table in ("locks", "lock_waiters", "lock_epoch"):
-        run(database, "CREATE USER IF NOT EXISTS dblock_other@'%'")
-        run(database, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO dblock_other@'%'")
-    other = address.set(username="dblock_other", password=None).render_as_string(hide_password=False)
+    other = lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE").render_as_string(hide_password=False)
     actor = Actor(subject)
     with Remote(subject) as remote:
         remote.do("setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_')")
@@ -323,7 +261,7 @@ def test_a_flood_costs_a_waiter_next_to_nothing(subject: Subject, monkeypatch: p
     actor.close()
 
 
-def hand_overs(subject: Subject, before: str = "None") -> None:
+def hand_overs(subject: Subject, before: str = "None", meanwhile: Callable[[], object] = bool) -> None:
     """Wait for what another process holds, again and again."""
     actor = Actor(subject)
     other = Subject("sqlalchemy", "sync", subject.database)
@@ -340,6 +278,7 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
             assert channel.rpartition(".")[0] == runtime.current.sockets().channel
             time.sleep(0.05)
             assert not waited.done()
+            _ = meanwhile()
             remote.do("lock.release()")
             assert waited.result(5) is True
             actor.call(lock, "release")
@@ -347,40 +286,21 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    ("variant", "server"),
-    [("django", "postgresql"), ("sqlalchemy", "postgresql"), ("django", "mariadb"), ("sqlalchemy", "mariadb")],
-)
+@pytest.mark.parametrize("variant", ["django", "sqlalchemy"])
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_a_process_that_is_told_not_to_listen_polls(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    variant: str,
-    server: str,
-    caplog: pytest.LogCaptureFixture,
+    database: str, variant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`LISTEN: False`, or the engine's option: no connection listens, the key is handed over, one warning in all."""
-    ready(request, server)
     timed(monkeypatch, listen_after=0.0)
-    subject = Subject(variant, "sync", server)
-    subject.__dict__["engine"] = create_engine(url(server), execution_options={"dblock_listen": False})
-    store = subject.lock("k")._place.store()
+    subject = Subject(variant, "sync", database).over(execution_options={"dblock_listen": False})
+    store, listeners = subject.lock("k")._place.store(), list[Any]()
     vars(store).pop("_waiter_services", None)
-    actor = Actor(subject)
-    ears = EARS[server]
     # Those of earlier tests, which may have let them rest for a minute.
-    assert until(lambda: not threads("dblock listener") and run(server, ears) == [], 70)
-    with override_settings(DBLOCK={"LISTEN": False}), Remote(Subject("sqlalchemy", "sync", server)) as remote:
-        for n in range(3):
-            remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
-            lock = subject.lock("k", timeout=60)
-            waited = actor.start(lock.acquire)
-            assert until(lambda: waiters(subject) == 1)
-            if n == 0:  # the other process may listen later
-                assert run(server, ears) == []
-            remote.do("lock.release()")
-            assert waited.result(10) is True
-            actor.call(lock, "release")
-    actor.close()
+    assert until(lambda: not threads("dblock listener") and run(database, LISTENERS[database]) == [], 70)
+    with override_settings(DBLOCK={"LISTEN": False}):
+        hand_overs(subject, meanwhile=lambda: listeners.append(run(database, LISTENERS[database])))
+    assert listeners[0] == [], "the other process may listen later"
     vars(store).pop("_waiter_services", None)
     subject.engine.dispose()
     assert len([message for message in caplog.messages if "cannot notify this process" in message]) == 1

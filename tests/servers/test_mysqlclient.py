@@ -11,16 +11,10 @@ import pytest
 
 from tests.support.lab import ROOT
 
-
-def installed() -> bool:
-    """Whether mysqlclient is installed."""
-    try:
-        return bool(importlib.metadata.version("mysqlclient"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+INSTALLED = any(importlib.metadata.distributions(name="mysqlclient"))
 
 
-@pytest.mark.skipif(not installed(), reason="mysqlclient is not installed: make mysqlclient")
+@pytest.mark.skipif(not INSTALLED, reason="mysqlclient is not installed: make mysqlclient")
 def test_through_mysqlclient() -> None:
     """Locks of both faces on MariaDB; a hand-over on the wire."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_", "PYTEST_"))}

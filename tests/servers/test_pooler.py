@@ -8,27 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from asyncpg.prepared_stmt import PreparedStatement
-from sqlalchemy import event
+from sqlalchemy import event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import db_lock
-from tests.conftest import POOLER, ready, run, url
+from tests.conftest import POOLER, run, url
+from tests.support.clusters import missing
 from tests.support.lab import LONG
 from tests.support.proxy import Proxy
-from tests.support.servers import HINTS, MissingServer, PgBouncer, PostgreSQL, find_program, free_port, running
-
-
-def missing() -> bool:
-    """Whether PgBouncer is not installed."""
-    try:
-        return not find_program("pgbouncer")
-    except MissingServer:
-        return True
-
+from tests.support.servers import HINTS, PgBouncer, PostgreSQL, running
 
 FEW = "postgresql and not (django and async) and not async-postgresql-psycopg and not session"
 QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it_asked_for'}"
@@ -37,7 +30,7 @@ QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it
 
 @pytest.mark.slow
 @pytest.mark.skipif(POOLER, reason="this is it")
-@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
+@pytest.mark.skipif(bool(missing("pgbouncer")), reason=HINTS["pgbouncer"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("which", "least"),
@@ -62,11 +55,17 @@ def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> No
     assert int(passed[1]) >= least
 
 
+@pytest.fixture
+def pooler(postgresql: PostgreSQL) -> Iterator[PgBouncer]:
+    """It lends sessions of the server of the tests."""
+    with running(lambda: PgBouncer(postgresql)) as pooler:
+        yield pooler
+
+
 @pytest.mark.direct
-@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
-def test_a_frozen_process_keeps_no_row_locked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(bool(missing("pgbouncer")), reason=HINTS["pgbouncer"])
+def test_a_frozen_process_keeps_no_row_locked(pooler: PgBouncer, monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncpg sends a statement and the end of its transaction at once."""
-    ready(request, "postgresql")
     answered, fetch = asyncio.Event(), PreparedStatement.fetch
 
     async def freezing(self: PreparedStatement[Any], *values: Any) -> Any:
@@ -75,8 +74,8 @@ def test_a_frozen_process_keeps_no_row_locked(request: pytest.FixtureRequest, mo
         await asyncio.sleep(0.3)  # stopped, or cut off, with the answer unread
         return rows
 
-    async def main(address: str) -> None:
-        engine = create_async_engine(address, connect_args={"statement_cache_size": 0})
+    async def main() -> None:
+        engine = create_async_engine(where.set(port=proxy.port), connect_args={"statement_cache_size": 0})
         lock = db_lock(engine, "k")
         async with lock:
             pass
@@ -93,28 +92,26 @@ def test_a_frozen_process_keeps_no_row_locked(request: pytest.FixtureRequest, mo
         assert await taking is True
         await engine.dispose()
 
-    server: PostgreSQL = request.getfixturevalue("postgresql")
-    with running(lambda: PgBouncer(server)) as pooler, Proxy(free_port(), pooler.port) as proxy:
-        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{proxy.port}/")))
+    where = make_url(url("postgresql", "asyncpg"))
+    with Proxy(0, pooler.port) as proxy:
+        asyncio.run(main())
 
 
 @pytest.mark.direct
-@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
-def test_the_applications_codecs_reach_no_renewal_there(request: pytest.FixtureRequest) -> None:
+@pytest.mark.skipif(bool(missing("pgbouncer")), reason=HINTS["pgbouncer"])
+def test_the_applications_codecs_reach_no_renewal_there(pooler: PgBouncer) -> None:
     """asyncpg sends the list of what is renewed as text, whatever the application has JSON encoded by."""
-    ready(request, "postgresql")
 
     async def codec(driver: Any) -> None:
         await driver.set_type_codec("json", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
 
-    async def main(address: str) -> None:
-        engine = create_async_engine(address, connect_args={"statement_cache_size": 0})
+    async def main() -> None:
+        where = make_url(url("postgresql", "asyncpg")).set(port=pooler.port)
+        engine = create_async_engine(where, connect_args={"statement_cache_size": 0})
         event.listen(engine.sync_engine, "connect", lambda connection, _: connection.run_async(codec))
         async with db_lock(engine, "k", ttl=0.9) as lock:
             await asyncio.sleep(1.3)
             assert await lock.verify()
         await engine.dispose()
 
-    server: PostgreSQL = request.getfixturevalue("postgresql")
-    with running(lambda: PgBouncer(server)) as pooler:
-        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{pooler.port}/")))
+    asyncio.run(main())

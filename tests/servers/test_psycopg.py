@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, text
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute
@@ -19,6 +19,7 @@ from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
+from tests.faults.conftest import proxied
 from tests.support.proxy import Proxy
 from tests.support.steps import NO_STORE
 
@@ -87,11 +88,9 @@ class Turns(selectors.DefaultSelector):
 
 def test_a_task_that_awaits_an_answer_leaves_its_event_loop_asleep(postgresql: object) -> None:
     """Nothing polls the socket while the answer is under way."""
-    selector, where = Turns(), make_url(url("postgresql"))
-    assert where.port is not None
+    selector = Turns()
 
-    async def turns_of_a_cycle(proxy: Proxy) -> int:
-        engine = create_async_engine(where.set(port=proxy.port))
+    async def turns_of_a_cycle(proxy: Proxy, engine: AsyncEngine) -> int:
         for _ in range(4):
             async with db_lock(engine, "k"):
                 pass
@@ -104,7 +103,7 @@ def test_a_task_that_awaits_an_answer_leaves_its_event_loop_asleep(postgresql: o
         return cycle
 
     with (
-        Proxy(0, where.port) as proxy,
+        proxied("postgresql", make=create_async_engine) as (proxy, engine),
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        assert runner.run(turns_of_a_cycle(proxy)) < 40
+        assert runner.run(turns_of_a_cycle(proxy, engine)) < 40

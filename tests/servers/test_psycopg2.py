@@ -1,32 +1,11 @@
-"""psycopg2, by a part of the tests: its statements are psycopg's, its calls and errors are its own."""
+"""psycopg2 in the place of psycopg, which Django prefers where it is installed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
-import pytest
-
-from tests.conftest import SELDOM, ready, timed
-from tests.servers.test_listener import ELSEWHERE, hand_overs
 from tests.support.lab import ROOT
-from tests.support.subjects import PSYCOPG2, Subject
-
-
-@pytest.fixture
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    ready(request, "postgresql")
-    yield PSYCOPG2
-    PSYCOPG2.engine.dispose()
-
-
-@pytest.mark.direct
-def test_the_database_calls(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiter hears of a release on another machine."""
-    timed(monkeypatch, **SELDOM)
-    hand_overs(subject, ELSEWHERE)
-
 
 SITE = """
 import sys
@@ -44,7 +23,6 @@ assert not lock.locked()
 """
 
 
-def test_through_django(subject: Subject) -> None:
-    """Where psycopg is not installed."""
+def test_through_django(postgresql: object) -> None:
     done = subprocess.run([sys.executable, "-c", SITE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,18 +34,10 @@ CROWD = 12
 SERVED = [subject for subject in MATRIX if subject.database != "sqlite"]
 
 
-def hold_for_a_moment(subject: Subject, lock: Any) -> Any:
+async def hold_for_a_moment(subject: Subject, lock: Any) -> None:
     """Take it, and give it back 20 ms later."""
-    if subject.face == "sync":
-        with lock:
-            time.sleep(0.02)
-        return None
-
-    async def hold() -> None:
-        async with lock:
-            await asyncio.sleep(0.02)
-
-    return hold()
+    async with subject.within(lock):
+        await subject.pause(0.02)
 
 
 @pytest.mark.direct
@@ -69,11 +59,10 @@ def test_a_process_that_turns_quiet_keeps_one_session(subject: Subject, monkeypa
 
     def burst() -> int:
         locks = [subject.lock(f"k{n // 2}", timeout=60) for n in range(CROWD)]
-        begun = [
+        for begun in [
             actor.start(partial(hold_for_a_moment, subject, lock)) for actor, lock in zip(actors, locks, strict=True)
-        ]
-        for each in begun:
-            each.result(60)
+        ]:
+            begun.result(60)
         return len(found() - others)
 
     assert until(lambda: burst() >= 4, 20)
@@ -116,22 +105,15 @@ def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def connect(subject: Subject) -> Any:
+async def connect(subject: Subject) -> None:
     """Open a session of the application's own, and close it."""
     if subject.variant == "django":
         connection = connections.create_connection(f"{subject.database}_wire")
         connection.ensure_connection()
         connection.close()
-        return None
-    if subject.face == "sync":
-        with subject.engine.connect():
-            return None
-
-    async def aconnect() -> None:
-        async with subject.engine.connect():
-            pass
-
-    return aconnect()
+        return
+    async with subject.within(subject.engine.connect()):
+        pass
 
 
 @pytest.mark.direct

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,20 +14,25 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from django.db import connections
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from dblock.connections import DjangoPool
 from dblock.core import clock
 from dblock.core.connections.pool import AutocommitPool
-from sqlalchemy_dblock import create_tables, db_lock
+from sqlalchemy_dblock import LockStoreError, db_lock
 from sqlalchemy_dblock.connections import EnginePool
 from tests.settings import MYSQLCLIENT
+from tests.support.failover import make_tables
+from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, running
 
 pytestmark = [
     pytest.mark.direct,
     pytest.mark.skipif(MYSQLCLIENT or pymysql.VERSION < (1, 2), reason="reads no certificates by itself"),
 ]
+
+
+ADDRESS = "mysql+pymysql://root@127.0.0.1:{}/locks"
 
 
 class Encrypting(MariaDB):
@@ -73,7 +79,7 @@ def make(request: pytest.FixtureRequest, server: Encrypting) -> Iterator[Make]:
     ended: list[Callable[[], object]] = []
 
     def engine_pool(**options: Any) -> AutocommitPool:
-        engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{server.port}/locks", connect_args=options)
+        engine = create_engine(ADDRESS.format(server.port), connect_args=options)
         ended.append(engine.dispose)
         return EnginePool(engine)
 
@@ -136,11 +142,31 @@ def test_what_the_application_says_is_left_alone(make: Make, server: Encrypting,
 def test_a_lock_does_not_notice(server: Encrypting) -> None:
     """What such a connection raises is resent by a new one, as any that could not be opened."""
     server.offer(tls=False)
-    engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{server.port}/locks")
-    create_tables(engine)
+    make_tables(ADDRESS.format(server.port))
+    engine = create_engine(ADDRESS.format(server.port))
     for tls in (False, True, False):
         server.offer(tls=tls)
         engine.dispose()
         with db_lock(engine, "k", timeout=20):
             pass
     engine.dispose()
+
+
+@pytest.mark.exact
+def test_a_server_that_does_not_answer(server: Encrypting) -> None:
+    """A socket inside another one is cut in time too."""
+    server.offer(tls=True)
+    make_tables(ADDRESS.format(server.port))
+    with Proxy(0, server.port) as proxy:
+        engine = create_engine(ADDRESS.format(proxy.port))
+        with engine.connect() as connection:
+            assert connection.execute(text("SHOW STATUS LIKE 'Ssl_cipher'")).one()[1]
+        with db_lock(engine, "k"):
+            proxy.black_hole = True
+            start = time.monotonic()
+            with pytest.raises(LockStoreError):
+                db_lock(engine, "other").acquire(timeout=0.5)
+            assert time.monotonic() - start < 1
+            proxy.black_hole = False
+            proxy.cut()
+        engine.dispose()

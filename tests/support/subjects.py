@@ -146,7 +146,7 @@ LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
 PRODUCT = bool(os.environ.get("DBLOCK_PRODUCT"))
 """Whether the contract runs in every cell, whatever a test is about: `make product`."""
 PSYCOPG2 = Subject("sqlalchemy", "sync", "postgresql", "psycopg2")
-"""On the axes of the contract, and in `tests/servers/test_psycopg2.py`."""
+"""On the axes of the contract, and in `tests/servers/test_listener.py`."""
 EVERY = tuple(
     [Subject("django", face, database) for face in ("sync", "async") for database in ALIASES]
     + [Subject("sqlalchemy", "sync", database) for database in ALIASES]
