@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, text
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, testing
-from tests.conftest import ready, run, url
+from tests.conftest import ALIASES, ready, run, url
 from tests.support.remote import before
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
@@ -31,14 +31,10 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
     connections.close_all()
 
 
-def alias_of(database: str) -> str:
-    return "default" if database == "sqlite" else database
-
-
 def in_django(database: str, body: Callable[[], None], taken: Callable[[Any], None]) -> None:
-    lock = dblock.db_lock("k", using=alias_of(database), ttl=30)
+    lock = dblock.db_lock("k", using=ALIASES[database], ttl=30)
     taken(lock)
-    with lock.atomic(), connections[alias_of(database)].cursor() as cursor:
+    with lock.atomic(), connections[ALIASES[database]].cursor() as cursor:
         cursor.execute("INSERT INTO guarded VALUES (1)")
         body()
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -52,28 +53,10 @@ def db_lock(request: pytest.FixtureRequest, engine: Engine) -> Make:
     return lambda key, **options: dblock.db_lock(key, using="postgresql", **options)
 
 
-class Thread(threading.Thread):
-    """Its result, or what it raised."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._function = function
-        self._found: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._found = self._function()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self.join(20)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._found
+def elsewhere(function: Callable[[], Any]) -> Any:
+    """The result of a function in a thread of its own, which has ended then."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(20)
 
 
 def hold(lock: Any, seconds: float = 0.0) -> int:
@@ -108,9 +91,8 @@ def test_no_database_is_asked(locks: testing.Memory, db_lock: Make) -> None:
 def test_both_faces_share_one_memory(locks: testing.Memory, engine: Engine) -> None:
     """As a Django site and a service that point at the same database."""
     with dblock.db_lock("k", using="mariadb"):
-        thread = Thread(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
         with pytest.raises(LockTimeout):
-            thread.result()
+            elsewhere(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
 
 
 def test_on_an_event_loop(locks: testing.Memory) -> None:
@@ -173,10 +155,9 @@ def test_a_lease_that_is_not_renewed_ends(locks: testing.Memory, db_lock: Make) 
     assert lock.state == "held"
     locks.clock.advance(0.2)
     assert lock.state == "lost"
-    assert not Thread(other.acquire).result()
+    assert not elsewhere(other.acquire)
     locks.clock.advance(1)
-    thread = Thread(lambda: hold(other))
-    assert thread.result() > lock.fence
+    assert elsewhere(lambda: hold(other)) > lock.fence
     with pytest.raises(LockLost) as caught:
         lock.release()
     assert caught.value.reason is Reason.TAKEN_OVER
@@ -350,9 +331,9 @@ def test_threads_take_turns(locks: testing.Memory, db_lock: Make) -> None:
             time.sleep(0.01)
             inside[0] -= 1
 
-    threads = [Thread(work) for _ in range(12)]
-    for thread in threads:
-        thread.result()
+    with ThreadPoolExecutor(12) as pool:
+        for turn in [pool.submit(work) for _ in range(12)]:
+            turn.result(20)
     assert seen == [1] * 12
     assert locks.clock.now() < 10
 
@@ -361,9 +342,8 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
     """It lasts as long as it was to, by the real clock, along which that of the locks goes."""
     with db_lock("k") as lock:
         before = time.monotonic()
-        thread = Thread(lambda: hold(db_lock("k", timeout=0.3)))
         with pytest.raises(LockTimeout):
-            thread.result()
+            elsewhere(lambda: hold(db_lock("k", timeout=0.3)))
         assert time.monotonic() - before >= 0.28
         assert locks.clock.now() == pytest.approx(0.3, abs=0.1)
         assert lock.verify()
@@ -371,11 +351,11 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
     """Its lease ends; a flow that waits for that does so in vain, and at once."""
-    Thread(db_lock("k", ttl=30).acquire).result()
+    elsewhere(db_lock("k", ttl=30).acquire)
     with at_once():
         hold(db_lock("k", timeout=60))
     assert 29 < locks.clock.now() < 32
-    Thread(db_lock("x", ttl=30).acquire).result()
+    elsewhere(db_lock("x", ttl=30).acquire)
     with at_once(), pytest.raises(LockTimeout):
         hold(db_lock("x", timeout=20))
 
@@ -493,17 +473,18 @@ def test_a_thread_that_outlives_it(db_lock: Make) -> None:
             go_on.wait(10)
             return lock.state
 
-    with testing.memory():
-        keeper = Thread(keep)
-        taken.wait()
-        waiter = Thread(lambda: hold(db_lock("k", timeout=60)))
-        while not runtime.current.wakeups._registered:
-            time.sleep(0.001)
-    with at_once(), pytest.raises(LockStoreError, match=r"memory\(\) has ended"):
-        waiter.result()
-    go_on.set()
-    with pytest.raises(LockLost):
-        keeper.result()
+    with ThreadPoolExecutor(2) as pool:
+        with testing.memory():
+            keeper = pool.submit(keep)
+            taken.wait()
+            waiter = pool.submit(lambda: hold(db_lock("k", timeout=60)))
+            while not runtime.current.wakeups._registered:
+                time.sleep(0.001)
+        with at_once(), pytest.raises(LockStoreError, match=r"memory\(\) has ended"):
+            waiter.result(20)
+        go_on.set()
+        with pytest.raises(LockLost):
+            keeper.result(20)
 
 
 def test_what_it_refuses(sqlite: object, engine: Engine) -> None:
@@ -539,23 +520,6 @@ def test_observers_hear_of_it(db_lock: Make) -> None:
         stop()
     assert before == ["acquired"] * 2
     assert inside == ["released", "acquired", "released"]
-
-
-def test_decorated_before(engine: Engine) -> None:
-    """Functions that were decorated when their module was imported lock in memory while that lasts."""
-
-    @sqlalchemy_dblock.db_lock(engine, "stock:{sku}")
-    def sell(sku: int) -> int:
-        return sku
-
-    @dblock.db_lock("stock:{sku}", using="postgresql")
-    async def asell(sku: int) -> int:
-        return sku
-
-    with testing.memory() as locks:
-        assert (sell(42), asyncio.run(asell(43))) == (42, 43)
-        locks.assert_locked("stock:42")
-        locks.assert_locked("stock:43")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

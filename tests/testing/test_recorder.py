@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,18 +34,15 @@ def bind(subject: Subject) -> Any:
     return ALIASES[subject.database] if subject.variant == "django" else subject.engine
 
 
-class Stranger:
-    """Somebody who holds a key, begun and ended in an actor."""
-
-    def __init__(self, actor: Actor, busy: testing.Busy) -> None:
-        self._actor, self._busy = actor, busy
-        self._end = "__exit__" if actor.subject.face == "sync" else "__aexit__"
-
-    def __enter__(self) -> None:
-        self._actor.do(getattr(self._busy, "__enter__" if self._end == "__exit__" else "__aenter__"))
-
-    def __exit__(self, *error: object) -> None:
-        self._actor.do(lambda: getattr(self._busy, self._end)(*error))
+@contextlib.contextmanager
+def held_by(actor: Actor, busy: testing.Busy) -> Iterator[None]:
+    """A stranger holds a key meanwhile: an actor begins and ends that."""
+    kind = "" if actor.subject.face == "sync" else "a"
+    actor.do(getattr(busy, f"__{kind}enter__"))
+    try:
+        yield
+    finally:
+        actor.do(lambda: getattr(busy, f"__{kind}exit__")(None, None, None))
 
 
 def take_away(actor: Actor, key: str) -> None:
@@ -55,20 +53,15 @@ def take_away(actor: Actor, key: str) -> None:
 def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
     """Nobody gets the key until the block ends; then the waiter is notified at once, and the row is as ever."""
     with testing.record(bind(subject)) as locks:
-        with Stranger(actor, locks.busy("k", label="nightly import", host="worker-7")):
+        with held_by(actor, locks.busy("k", label="nightly import", host="worker-7")):
             assert actor.call(subject.lock("k"), "acquire", blocking=False) is False
             with pytest.raises(LockTimeout, match="worker-7.*nightly import"):
                 actor.within(subject.lock("k", timeout=0.05))
             row = subject.row("k")
-            assert (row["host"], row["label"], row["program"], row["ttl"]) == (
-                "worker-7",
-                "nightly import",
-                "somebody else",
-                300,
-            )
+            seen = [row[name] for name in ("host", "label", "program", "ttl")]
+            assert seen == ["worker-7", "nightly import", "somebody else", 300]
             with pytest.raises(RuntimeError, match="cannot make 'k' busy: it is held by worker-7"):
-                with Stranger(other, locks.busy("k")):
-                    pass
+                held_by(other, locks.busy("k")).__enter__()
             lock = subject.lock("k", timeout=20)
             waiting = other.begin(lock, "acquire")
             time.sleep(0.1)

@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ALIASES
 from tests.django.test_users_suites import SETTINGS
-from tests.support.pages import block
-
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT, block
 
 SITE = """
 import pytest
@@ -116,31 +113,15 @@ import sys
 import pytest
 from test_site import Client, Group, LockLost, LockTimeout, db_lock, sell, testing
 
-def test_without_any_database(dblock_memory):
-    "pytest-django would refuse it to this test."
-    with db_lock("k") as lock:
-        dblock_memory.clock.advance(100)
-        assert lock.verify()
-    dblock_memory.assert_locked("k")
-
 def test_forgotten():
     "Without a fixture a lock is in the database: pytest-django says what is missing."
     with pytest.raises(RuntimeError, match="Database access not allowed"):
         with db_lock("k"):
             pass
 
-@pytest.mark.urls("test_site")
-def test_in_memory(dblock_memory, client, db, django_assert_num_queries):
-    with dblock_memory.busy("stock:42"):
-        assert client.post("/sell/42").status_code == 503
-    with django_assert_num_queries(4):
-        assert client.post("/sell/42").status_code == 200
-    dblock_memory.assert_released("stock:42")
-
-@pytest.mark.parametrize("transactional", [False, pytest.param(True, marks=pytest.mark.django_db(transaction=True))])
 @pytest.mark.django_db
 @pytest.mark.urls("test_site")
-def test_recorded(dblock_recorder, client, transactional):
+def test_recorded(dblock_recorder, client):
     with dblock_recorder.busy("stock:43"):
         assert client.post("/sell/42").status_code == 200
     dblock_recorder.assert_locked("stock:42", times=1)
@@ -174,6 +155,7 @@ def test_that_fails_inside(dblock_memory):
         1 / 0
 
 def test_after_it(dblock_memory):
+    "Without a database, which pytest-django would refuse to this test."
     assert not db_lock("k").locked() and not db_lock("b").locked()
     with db_lock("k") as lock:
         dblock_memory.clock.advance(100)
@@ -237,15 +219,11 @@ async def test_recorded_on_an_event_loop(dblock_recorder):
 
 
 def suite(directory: Path, *arguments: str, **environment: str) -> str:
-    """What a project's tests say, which pass in a process of their own; the plugin is there as if it were installed."""
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    """What a project's tests say, which pass in a process of their own; the plugin is there as the wheel has it."""
     installed = directory / "dblock_here-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dblock-here\nVersion: 0\n")
-    lines = [
-        line for group, names in scripts.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
-    ]
-    (installed / "entry_points.txt").write_text("\n".join(lines))
+    (installed / "entry_points.txt").write_text("[pytest11]\ndblock = dblock.pytest_plugin\n")
     paths = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", *arguments]
@@ -273,7 +251,7 @@ def test_a_site(database: str, runner: str, tmp_path: Path) -> None:
         (tmp_path / "test_by_pytest.py").write_text(BY_PYTEST)
     arguments = ("django", "test", "--noinput") if runner == "django" else PYTEST
     told = suite(tmp_path, *arguments, DJANGO_SETTINGS_MODULE="site_settings")
-    assert ("Ran 8 tests" if runner == "django" else "17 passed, 1 xfailed") in told, told
+    assert ("Ran 8 tests" if runner == "django" else "14 passed, 1 xfailed") in told, told
 
 
 def test_a_service(tmp_path: Path) -> None:
@@ -286,8 +264,8 @@ def test_a_service(tmp_path: Path) -> None:
 def test_the_pages_examples(tmp_path: Path) -> None:
     """Those of docs/testing.md."""
     (tmp_path / "site_settings.py").write_text(SETTINGS.format(alias="default", name=":memory:"))
-    for name in ("pytest", "unittest"):
-        (tmp_path / f"test_{name}.py").write_text(block("docs/testing.md", f"testing-{name}"))
+    (tmp_path / "test_by_pytest.py").write_text(block("docs/testing.md", "testing-pytest"))
+    (tmp_path / "test_by_unittest.py").write_text(block("docs/testing.md", "testing-unittest"))
     told = suite(tmp_path, *PYTEST, DJANGO_SETTINGS_MODULE="site_settings")
     assert "6 passed" in told, told
 
