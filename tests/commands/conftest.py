@@ -13,12 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
 
 from dblock.cli import main
 from dblock.management.commands.dblock import Command
 from sqlalchemy_dblock import db_lock
-from tests.conftest import ALIASES, DATABASES, ready, run, url
+from tests.conftest import ALIASES, DATABASES, observer, ready, run, url
 from tests.support.lab import ROOT
 
 SETTINGS = {"DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
@@ -80,11 +79,15 @@ class Shell:
                 status = end.code if isinstance(end.code, int) else 1
         return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
+    def fails(self, status: int, *arguments: str) -> str:
+        """What it says of an error, and nothing else; it ends with that status."""
+        done = self(*arguments)
+        assert (done.returncode, done.stdout) == (status, ""), done.stderr
+        return done.stderr
+
     def apart(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The same in a process of its own."""
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=40)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return subprocess.CompletedProcess(arguments, *end_of(self.start(*arguments), 40))
 
     def _run(self, arguments: list[str]) -> int:
         if self.face == "sqlalchemy":
@@ -94,20 +97,24 @@ class Shell:
 
     def lock(self, key: str, **options: Any) -> Any:
         """A lock there, of this process."""
-        engine = _engines.setdefault(self.database, create_engine(url(self.database)))
-        return db_lock(engine, key, **options)
+        return db_lock(observer(self.database), key, **options)
 
     def run(self, sql: str, **parameters: object) -> list[tuple[Any, ...]]:
         """Run a statement as a stranger to all locks."""
         return run(self.database, sql, **parameters)
 
 
-_engines: dict[str, Any] = {}
 EACH = [
     Shell("django", "sqlite"),
     *(Shell("sqlalchemy", database) for database in DATABASES),
     Shell("django", "postgresql"),
 ]
+
+
+def end_of(process: subprocess.Popen[str], seconds: float, given: str | None = None) -> tuple[int, str, str]:
+    """The exit status of a process that ends within that time, and what else it has said on both streams."""
+    out, err = process.communicate(given, timeout=seconds)
+    return process.returncode, out, err
 
 
 def until_said(master: int, text: bytes) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import re
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,11 @@ def test_a_stranger_who_has_locked_the_table(database: str, monkeypatch: pytest.
 
 def test_a_probe_that_gets_no_lock(sqlite: Path) -> None:
     """Somebody keeps the doctor's own key."""
-    with db_lock(observer("sqlite"), "dblock doctor", label="another doctor"):
-        found: list[Finding] = []
-        asking = threading.Thread(target=lambda: found.extend(findings("sqlite", "probe")["probe"]))
-        asking.start()
-        asking.join()
-    assert found[0].level is Level.ERROR
-    assert "another doctor" in found[0].text
-    assert "timeout=" not in found[0].text, "which is for a program"
+    with db_lock(observer("sqlite"), "dblock doctor", label="another doctor"), ThreadPoolExecutor(1) as other:
+        [found] = other.submit(findings, "sqlite", "probe").result()["probe"]
+    assert found.level is Level.ERROR
+    assert "another doctor" in found.text
+    assert "timeout=" not in found.text, "which is for a program"
 
 
 @pytest.mark.parametrize("database", DATABASES, indirect=True)
@@ -276,9 +273,8 @@ def test_a_pooler(postgresql: PostgreSQL) -> None:
 
 def test_a_holder_that_has_died(database: str) -> None:
     """Its key is named, which is free; one that is held is not."""
-    thread = threading.Thread(target=lambda: db_lock(observer(database), "dead", ttl=0.05, renew=False).acquire())
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(db_lock(observer(database), "dead", ttl=0.05, renew=False).acquire)
     with db_lock(observer(database), "alive"):
         assert until(lambda: "old_holders" in findings(database, "old_holders"), 5)
         [found] = findings(database, "old_holders")["old_holders"]
@@ -290,26 +286,19 @@ def test_a_holder_that_has_died(database: str) -> None:
 def test_ddl_behind_a_guard(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While an ALTER waits for a guarded transaction, and all else for the ALTER, the SQL of the page ends it."""
     timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 0.4)  # which waits for a second at least
-    kind, end = (
-        ("postgresql", "SELECT pg_cancel_backend({})") if database == "postgresql" else ("mysql", "KILL QUERY {}")
-    )
-    with hung(database, "k"):
-        altering = threading.Thread(target=alter, args=(database,))
-        altering.start()
-        told = list[tuple[object, ...]]()
-
-        def waits() -> bool:
-            told[:] = run(database, block("docs/databases.md", f"who-locks-{kind}"))
-            return bool(told)
-
-        assert until(waits, 10)
+    if database == "postgresql":
+        who, end = block("docs/databases.md", "who-locks-postgresql"), "SELECT pg_cancel_backend({})"
+    else:
+        who, end = block("docs/databases.md", "who-locks-mysql"), "KILL QUERY {}"
+    with hung(database, "k"), ThreadPoolExecutor(1) as other:
+        altering = other.submit(alter, database)
+        assert until(lambda: run(database, who), 10)
         assert "locked" in findings(database)
-        [(session, _, statement, *behind)] = told
+        [(session, _, statement, *behind)] = run(database, who)
         assert all(behind), "on PostgreSQL whom it waits for"
         assert "ADD COLUMN another" in str(statement)
         run(database, end.format(session))
-        altering.join(30)
-        assert not altering.is_alive()
+        altering.result(30)
         assert "locked" not in findings(database)
 
 

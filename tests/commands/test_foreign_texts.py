@@ -39,23 +39,15 @@ def text(shell: Shell) -> Iterator[str]:
     changed = ", ".join(f"{name} = :text" for name in NAMES)
     for table in ("locks", "lock_waiters"):
         shell.run(f"UPDATE {table} SET {changed}", text=stored)
+    names = ", ".join(NAMES)
     shell.run(
-        f"INSERT INTO lock_events (lock_key, kind, fence, seconds, detail, {', '.join(NAMES)}, pid, happened_at) "
-        f"VALUES (:key, 'released', 1, 1.0, :text, {', '.join([':text'] * len(NAMES))}, 1, {_NOW[shell.database]})",
-        key=KEY,
-        text=stored,
+        f"INSERT INTO lock_events (lock_key, kind, fence, seconds, detail, {names}, pid, happened_at)"
+        f" SELECT lock_key, 'released', 1, 1.0, label, {names}, 1, acquired_at FROM locks"
     )
     yield stored
     with contextlib.suppress(LockLost):  # the test has freed it
         lock.release()
     heir.join()
-
-
-_NOW = {
-    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now')",
-    "postgresql": "now()",
-    **dict.fromkeys(("mariadb", "mysql"), "UTC_TIMESTAMP(6)"),
-}
 
 
 def test_views(shell: Shell, text: str) -> None:

@@ -39,6 +39,11 @@ def engine(closed: str) -> Iterator[Engine]:
     engine.dispose()
 
 
+def assert_closed(engine: Engine, key: str, told: str) -> None:
+    with pytest.raises(LockTimeout, match=told):
+        db_lock(engine, key, timeout=0).__enter__()
+
+
 def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     """By the command, which asks first, by `ls`, the doctor and the metric; then keys are open."""
     shell = Shell("sqlalchemy", closed)
@@ -50,13 +55,8 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     [found] = findings(closed, "quarantine")["quarantine"]
     assert (found.level, "quarantine --end" in found.hint) == (Level.WARNING, True)
     assert "probe" not in findings(closed, "probe"), "nor does the doctor say that a key cannot be taken"
-    with (
-        pytest.raises(LockTimeout, match=r"closed \d\d s ago, .*: keys open in \d+ s"),
-        db_lock(engine, "k", timeout=0),
-    ):
-        pass
-    tried = shell("run", "--nb", "k", "--", "true")
-    assert (tried.returncode, "'k' is closed: keys were closed " in tried.stderr) == (75, True)
+    assert_closed(engine, "k", r"closed \d\d s ago, .*: keys open in \d+ s")
+    assert "'k' is closed: keys were closed " in shell.fails(75, "run", "--nb", "k", "--", "true")
     registry = CollectorRegistry()
     end = prometheus.instrument(registry=registry)
     shows = [line for line in generate_latest(registry).decode().splitlines() if "quarantine_seconds{" in line]
@@ -96,11 +96,9 @@ def test_keys_are_closed_by_hand(closed: str, engine: Engine, face: str) -> None
         begun = shell("quarantine", "--begin", "--yes")
         assert (begun.returncode, "keys open in " in begun.stdout) == (0, True)
         assert json.loads(shell("quarantine", "--json").stdout)["opens_in"] == pytest.approx(60, abs=10)
-        with pytest.raises(LockTimeout, match=r"closed \d+ s ago, .*: keys open in"), db_lock(engine, "k", timeout=0):
-            pass
+        assert_closed(engine, "k", r"closed \d+ s ago, .*: keys open in")
         held.extend(60)
-    with pytest.raises(LockTimeout, match="keys were closed"), db_lock(engine, "held", timeout=0):
-        pass
+    assert_closed(engine, "held", "keys were closed")
     assert shell("quarantine", "--end", "--yes").returncode in {0, 1}, "or open in a moment"
 
 
@@ -110,11 +108,7 @@ def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
     with db_lock(engine, "k"):
         pass
     run(closed, f"UPDATE locks SET owner = 'x', expires_at = {SOON[closed].format(-0.1)} WHERE lock_key = 'k'")
-    with (
-        pytest.raises(LockTimeout, match=r"closed 3\d s ago, .*: keys open in [12] s"),
-        db_lock(engine, "k", timeout=0),
-    ):
-        pass
+    assert_closed(engine, "k", r"closed 3\d s ago, .*: keys open in [12] s")
     with db_lock(engine, "another", timeout=0), db_lock(engine, "k", timeout=10):
         pass
 
@@ -125,10 +119,9 @@ def test_sqlite_has_none(sqlite: object) -> None:
     for change in ([], ["--end", "--yes"]):
         shown = shell("quarantine", *change)
         assert (shown.returncode, "no replicas" in shown.stdout) == (0, True)
-    refused = shell("quarantine", "--begin", "--yes")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "nothing was done" in refused.stderr
-    assert "first stop all processes that use the file" in refused.stderr
+    refused = shell.fails(2, "quarantine", "--begin", "--yes")
+    assert "nothing was done" in refused
+    assert "first stop all processes that use the file" in refused
 
 
 def test_a_lease_that_outlasts_it() -> None:

@@ -17,7 +17,8 @@ from sqlalchemy.exc import DBAPIError
 
 from dblock.cli import main
 from sqlalchemy_dblock import create_tables
-from tests.commands.conftest import EACH, Shell, each_of, rest_of, until_said
+from tests import settings
+from tests.commands.conftest import EACH, Shell, each_of, end_of, rest_of, until_said
 from tests.conftest import observer, url
 from tests.support.lab import LONG, ROOT, times, until
 
@@ -31,8 +32,6 @@ one = each_of([EACH[0], EACH[2]] if LONG else [EACH[2]])
 """One face, since each test starts processes; both in `make faults`."""
 DEAF = ("sh", "-c", 'trap "" TERM; echo $$; while :; do sleep 1; done')
 """A command that says what process it is, and does not end by TERM."""
-PODS = times(2, 5)
-"""As many start at once."""
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -47,26 +46,17 @@ def begun(one: Shell, *arguments: str, **options: Any) -> tuple[subprocess.Popen
     return process, line_of(process)
 
 
-def start_pods(command: list[str], directory: Path, **environment: str) -> None:
-    """Start it several times at once: each ends well."""
-    given: dict[str, Any] = {"cwd": directory, "env": {**os.environ, **environment}, "text": True}
-    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    pods = [subprocess.Popen([sys.executable, *command], **given) for _ in range(PODS)]
-    told = [pod.communicate(timeout=55)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0] * PODS, told
-
-
 def test_its_status_is_the_commands(one: Shell) -> None:
     """Which runs under the lock, knows about it, and has our standard streams."""
     script = 'read line; echo "$line $DBLOCK_KEY $DBLOCK_FENCE"; echo complaint >&2; exit 7'
     process = one.start("run", "--label", "nightly", "k", "--", "sh", "-c", script)
-    out, err = process.communicate("hello\n", timeout=30)
-    assert (process.returncode, err) == (7, "complaint\n")
+    ended = end_of(process, 30, "hello\n")
     [(fence, label)] = one.run("SELECT fence, label FROM locks WHERE lock_key = 'k'")
-    assert (out, label) == (f"hello k {fence}\n", "nightly")
+    assert (ended, label) == ((7, f"hello k {fence}\n", "complaint\n"), "nightly")
     assert free(one)
-    killed = one("run", "k", "--", "sh", "-c", "kill -USR2 $$")
-    assert killed.returncode == 128 + signal.SIGUSR2
+    assert one("run", "k", "--", "sh", "-c", "kill -USR2 $$").returncode == 128 + signal.SIGUSR2
+    unnamed = one.run("SELECT label FROM locks WHERE lock_key = 'k'")
+    assert unnamed == [("sh",)], "the command's name, and no argument, which may be a secret"
     assert one("run", "k", "--", "no such command").returncode == 127
     assert one("run", "k", "--", "/etc/passwd").returncode == 126
     assert free(one)
@@ -91,20 +81,23 @@ def test_it_waits_as_long_as_it_takes(one: Shell) -> None:
     with one.lock("k"):
         process = one.start("run", "k", "--", "echo", "ran")
         assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 20)
-    out, _ = process.communicate(timeout=20)
-    assert (process.returncode, out) == (0, "ran\n")
+    assert end_of(process, 20)[:2] == (0, "ran\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_signals_are_passed_on(one: Shell, tmp_path: Path, number: int) -> None:
-    """The command answers to them, with all that it has started."""
-    name = signal.Signals(number).name.removeprefix("SIG")
-    script = f'trap "echo got {name}; exit 5" {name}; echo ready; sleep 30 >/dev/null 2>&1 & wait; sleep 1'
+def test_signals_are_passed_on(one: Shell) -> None:
+    """The command answers to each of them, and ends when it wants to."""
+    script = """
+for name in HUP INT TERM; do trap "echo got $name" $name; done
+trap "echo got USR1; exit 5" USR1
+echo ready
+while :; do sleep 30 >/dev/null 2>&1 & wait; done
+"""
     process, said = begun(one, "k", "--", "sh", "-c", script)
     assert said == "ready"
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=10)
-    assert (process.returncode, out) == (5, f"got {name}\n")
+    for name in ("HUP", "INT", "TERM", "USR1"):
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        assert line_of(process) == f"got {name}"
+    assert end_of(process, 10)[0] == 5
     assert free(one)
 
 
@@ -115,9 +108,7 @@ def test_a_signal_ends_the_wait(one: Shell) -> None:
             process = one.start("run", "k", "--", "true")
             assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 20)
             process.send_signal(number)
-            _, err = process.communicate(timeout=10)
-            assert process.returncode == status
-            assert "Traceback" not in err
+            assert end_of(process, 10) == (status, "", "")
             assert one.run("SELECT 1 FROM lock_waiters") == []
 
 
@@ -127,19 +118,10 @@ def test_the_command_is_ended_when_the_lock_is_lost(one: Shell) -> None:
     script = f'trap "echo bye; exit 3" TERM; {stubborn} & echo $!; wait; sleep 1'
     process, started = begun(one, "--ttl", "3", "k", "--", "sh", "-c", script)
     assert one("release", "--yes", "--reason", "enough", "k").returncode == 0
-    out, err = process.communicate(timeout=10)
-    assert (process.returncode, out) == (76, "bye\n")
+    status, out, err = end_of(process, 10)
+    assert (status, out) == (76, "bye\n")
     assert "enough" in err
     assert until(lambda: not _lives(started), 10)
-
-
-def test_one_that_does_not_end_is_killed(one: Shell) -> None:
-    """After a while."""
-    process, pid = begun(one, "--ttl", "1", "--kill-after", "0.5", "k", "--", *DEAF)
-    assert one("release", "--yes", "k").returncode == 0
-    process.communicate(timeout=15)
-    assert process.returncode == 76
-    assert not _lives(pid)
 
 
 def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
@@ -152,9 +134,7 @@ def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
     assert time.monotonic() - began > 1.5
     heir.release()
     process.send_signal(signal.SIGCONT)
-    process.communicate(timeout=15)
-    assert process.returncode == 76
-    assert not _lives(pid)
+    assert (end_of(process, 15)[0], _lives(pid)) == (76, False)
 
 
 def test_the_command_does_not_outlive_who_keeps_its_lock(one: Shell) -> None:
@@ -167,22 +147,25 @@ def test_the_command_does_not_outlive_who_keeps_its_lock(one: Shell) -> None:
     second = line_of(process)
     assert until(lambda: not any(map(_lives, (shell, first, second))), 10)
     process.communicate()
-    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def _state(pid: str) -> str:
+    """That of a process: `T` if it is stopped, `Z` if it has ended and nobody has asked how; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
 
 
 def _lives(pid: str) -> bool:
-    try:
-        return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].startswith(" Z")
-    except FileNotFoundError:
-        return False
+    return _state(pid) not in {"", "Z"}
 
 
 def test_what_is_ignored_stays_so(one: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     """As nohup(1) has it; and a pipe that nobody reads ends the command, which Python itself does not want."""
     script = "kill -HUP $$; kill -HUP $PPID; sleep 0.2; echo goes on"
     process = one.start("run", "k", "--", "sh", "-c", script, through=["nohup"])
-    out, err = process.communicate(timeout=40)
-    assert (process.returncode, out) == (0, "goes on\n"), err
+    assert end_of(process, 40)[:2] == (0, "goes on\n")
     ended = one("run", "k", "--", "sh", "-c", "kill -PIPE $$; echo goes on")
     assert (ended.returncode, capfd.readouterr().out) == (128 + signal.SIGPIPE, "")
 
@@ -194,8 +177,7 @@ def test_it_hears_of_the_end_whatever_becomes_of_sigchld(one: Shell, how: str) -
     """A parent may have blocked or ignored it, which exec(2) passes on."""
     apart = [sys.executable, "-c", f"import os, signal, sys; signal.{how}; os.execvp(sys.argv[1], sys.argv[1:])"]
     process = one.start("run", "k", "--", "sh", "-c", "exit 7", through=apart)
-    _, err = process.communicate(timeout=40)
-    assert (process.returncode, err) == (7, "")
+    assert end_of(process, 40) == (7, "", "")
     assert free(one)
 
 
@@ -220,7 +202,6 @@ def test_min_hold_keeps_the_key(one: Shell) -> None:
     """For a job that must not run twice within a minute, by whatever clock each machine has."""
     assert one("run", "--min-hold", "60", "k", "--", "true").returncode == 0
     assert one("run", "--nb", "--min-hold", "60", "k", "--", "true").returncode == 75
-    one.run("UPDATE locks SET expires_at = acquired_at")
 
 
 def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
@@ -228,17 +209,14 @@ def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
     command = ["timeout", "60", "sh", "-c", "echo $$; exec sleep 50"]
     process, first = begun(one, "k", "--", *command)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert (process.returncode, _lives(first)) == (143, False)
+    assert (end_of(process, 10)[0], _lives(first)) == (143, False)
     process, second = begun(one, "--ttl", "2", "--kill-after", "1", "k", "--", *command)
     assert one("release", "--yes", "k").returncode == 0
-    process.communicate(timeout=15)
-    assert (process.returncode, _lives(second)) == (76, False)
+    assert (end_of(process, 15)[0], _lives(second)) == (76, False)
     process, third = begun(one, "--kill-after", "1", "k", "--", "timeout", "60", *DEAF)
     process.kill()
     assert until(lambda: not _lives(third), 10)
     process.communicate()
-    one.run("UPDATE locks SET expires_at = acquired_at")
 
 
 as_root = pytest.mark.skipif(
@@ -260,8 +238,8 @@ def test_a_command_of_another_user_cannot_be_ended(one: Shell) -> None:
     with one.lock("k", timeout=10):
         time.sleep(1.0)  # KILL is refused as well
         assert _lives(pid)
-    out, err = process.communicate("hello\n", timeout=20)
-    assert (process.returncode, out) == (76, "hello\n")
+    status, out, err = end_of(process, 20, "hello\n")
+    assert (status, out) == (76, "hello\n")
     assert "lost" in err
 
 
@@ -270,8 +248,7 @@ def test_its_watcher_is_killed(one: Shell) -> None:
     process, said = begun(one, "k", "--", "sh", "-c", "sleep 60 & echo $PPID $$ $!; wait")
     watcher, *others = said.split()
     os.kill(int(watcher), signal.SIGKILL)
-    _ = process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGKILL
+    assert end_of(process, 10)[0] == 128 + signal.SIGKILL
     assert until(lambda: not any(map(_lives, others)), 5)
     assert free(one)
 
@@ -286,8 +263,8 @@ def test_as_process_1_it_reaps(one: Shell) -> None:
     if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
         pytest.skip("no namespaces are to be had, as in a chroot")
     process = one.start("run", "k", "--", "sh", "-c", script, through=alone)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 0, err
+    status, out, err = end_of(process, 20)
+    assert status == 0, err
     zombies, watcher = out.split()
     assert (zombies, int(watcher) > 1) == ("0", True)
     assert free(one)
@@ -304,13 +281,8 @@ def test_a_command_does_not_go_on_while_its_keeper_is_stopped(one: Shell) -> Non
     process.send_signal(signal.SIGCONT)
     assert line_of(process) == "goes on"
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 143
+    assert end_of(process, 10)[0] == 143
     assert free(one)
-
-
-def _state(pid: str) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_what_was_opened_for_the_command(one: Shell, tmp_path: Path) -> None:
@@ -332,13 +304,6 @@ def test_the_command_is_taken_to_the_letter(one: Shell, capfd: pytest.CaptureFix
     assert capfd.readouterr().out == "<a>"
     for wrong in (["k", "--"], ["-E", "256", "k", "--", "true"], ["--kill-after", "0.001", "k", "x"]):
         assert one("run", *wrong).returncode == 2
-
-
-def test_the_label_is_the_commands_name(one: Shell) -> None:
-    """And no more: an argument may be a secret."""
-    process, _ = begun(one, "k", "--", "sh", "-c", "echo; read secret")
-    assert one.run("SELECT label FROM locks WHERE lock_key = 'k'") == [("sh",)]
-    process.communicate("\n", timeout=20)
 
 
 def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Path) -> None:
@@ -374,18 +339,23 @@ def test_at_a_terminal_the_command_alone_is_ended(one: Shell) -> None:
     _ = os.waitpid(pid, 0)
     assert until(lambda: not _lives(shell), 10)
     os.close(master)
-    one.run("UPDATE locks SET expires_at = acquired_at")
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"] if LONG else ["postgresql"])
 def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
     """Pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
-    settings = _new_site(request, tmp_path, database)
-    log = tmp_path / "log"
+    options = {**settings.DATABASES[database], "NAME": make_url(_new_database(request, database)).database}
+    (tmp_path / "pod_settings.py").write_text(
+        f"from tests.settings import *\nDATABASES = {{'default': {options!r}}}\n"
+        "SILENCED_SYSTEM_CHECKS = ['dblock.W001', 'dblock.W004']\n"
+    )
+    log, number = tmp_path / "log", times(2, 5)
     migrate = f"{sys.executable} -m django migrate -v 0 && printf 'in ' >>{log} && sleep 0.05 && printf 'out ' >>{log}"
     command = ["-m", "django", "dblock", "run", "--create-tables", "migrate", "--", "sh", "-c", migrate]
-    start_pods(command, tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", DJANGO_SETTINGS_MODULE=settings)
-    assert log.read_text() == "in out " * PODS
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DJANGO_SETTINGS_MODULE": "pod_settings"}
+    pods = [subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment) for _ in range(number)]
+    assert [pod.wait(55) for pod in pods] == [0] * number
+    assert log.read_text() == "in out " * number
 
 
 @pytest.mark.parametrize("missing", ["TABLE lock_waiters", "TABLE lock_epoch", "INDEX locks_pin ON locks"])
@@ -403,27 +373,6 @@ def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_p
     engine.dispose()
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"] if LONG else ["sqlite"])
-def test_the_recipe_for_alembic(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
-    """The same, without Django: `alembic upgrade head` of a project that has tables of its own only."""
-    address = f"sqlite:///{tmp_path}/new.sqlite3" if database == "sqlite" else _new_database(request, database)
-    (tmp_path / "migrations/versions").mkdir(parents=True)
-    (tmp_path / "alembic.ini").write_text(f"[alembic]\nscript_location = migrations\nsqlalchemy.url = {address}\n")
-    (tmp_path / "migrations/env.py").write_text(
-        "from alembic import context\nfrom sqlalchemy import create_engine\n"
-        f"with create_engine({address!r}).begin() as connection:\n"
-        "    context.configure(connection=connection, transactional_ddl=False)\n"
-        "    context.run_migrations()\n"
-    )
-    (tmp_path / "migrations/versions/1_first.py").write_text(
-        "import time\nfrom alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '1', None\n"
-        "def upgrade():\n    op.create_table('mine', sa.Column('id', sa.Integer))\n    time.sleep(0.2)\n"
-    )
-    command = ["-m", "dblock.cli", "--url", address, "run", "--create-tables", "migrate", "--"]
-    upgrade = "import sys; from alembic.config import main; main(['upgrade', 'head'])"
-    start_pods([*command, sys.executable, "-c", upgrade], tmp_path, PYTHONPATH=str(ROOT))
-
-
 def _new_database(request: pytest.FixtureRequest, database: str) -> str:
     """The address of an empty one."""
     request.getfixturevalue(database)
@@ -433,32 +382,14 @@ def _new_database(request: pytest.FixtureRequest, database: str) -> str:
     return str(make_url(url(database)).set(database=name).render_as_string(hide_password=False))
 
 
-def _new_site(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> str:
-    """The settings of a site whose database is empty."""
-    from tests import settings
-
-    options: dict[str, Any] = {"ENGINE": "django.db.backends.sqlite3", "NAME": f"{tmp_path}/new.sqlite3"}
-    if database != "sqlite":
-        options = {**settings.DATABASES[database], "NAME": make_url(_new_database(request, database)).database}
-    name = f"pod_settings_{database}"
-    (tmp_path / f"{name}.py").write_text(
-        "from tests.settings import *\n"
-        f"DATABASES = {{'default': {options!r}}}\n"
-        "INSTALLED_APPS = [*INSTALLED_APPS]\nSILENCED_SYSTEM_CHECKS = ['dblock.W001', 'dblock.W004']\n"
-    )
-    return name
-
-
 def test_it_reads_or_writes(one: Shell, tmp_path: Path) -> None:
     """--shared runs beside others of its kind, --write alone."""
     reading = one.start("run", "--shared", "k", "--", "sh", "-c", f"touch {tmp_path}/reads; read _; exit 3")
     assert until((tmp_path / "reads").exists, 30)
     assert one("run", "-n", "--shared", "k", "--", "true").returncode == 0
     assert one("run", "-n", "--write", "k", "--", "true").returncode == 75
-    wrong = one("run", "-n", "k", "--", "true")
-    assert (wrong.returncode, "'k' is the key of a read-write lock" in wrong.stderr) == (2, True), wrong.stderr
-    _ = reading.communicate("\n", timeout=30)
-    assert reading.returncode == 3
+    assert "'k' is the key of a read-write lock" in one.fails(2, "run", "-n", "k", "--", "true")
+    assert end_of(reading, 30, "\n")[0] == 3
     assert one("run", "-n", "--write", "k", "--", "true").returncode == 0
 
 
@@ -469,9 +400,7 @@ def test_it_holds_a_permit(one: Shell, tmp_path: Path, capfd: pytest.CaptureFixt
     assert until(lambda: all((tmp_path / f"n{number}").exists() for number in range(2)), 30)
     assert one("run", "-n", "--permits", "2", "k", "--", "true").returncode == 75
     assert one("run", "-n", "--permits", "3", "k", "--", "true").returncode == 0
-    slots = [holder.communicate("\n", timeout=30)[0] for holder in holders]
-    assert sorted(slots) == ["0\n", "1\n"]
-    assert [holder.returncode for holder in holders] == [0, 0]
+    assert sorted(end_of(holder, 30, "\n")[:2] for holder in holders) == [(0, "0\n"), (0, "1\n")]
     assert one("run", "--permits", "1", "a", "b", "--", "sh", "-c", 'echo "$DBLOCK_SLOT"').returncode == 0
     assert capfd.readouterr().out == "0\n0\n", "a line for each of several keys"
     inner = one.argv("run", "inner", "--", "sh", "-c", "echo ${DBLOCK_SLOT-none}")
@@ -483,9 +412,8 @@ def test_it_holds_a_permit(one: Shell, tmp_path: Path, capfd: pytest.CaptureFixt
 def test_options_go_before_the_keys(one: Shell) -> None:
     """The error for those behind several keys says so; one for an option that does not exist names that."""
     for option in ("--shared", "--ttl=5"):
-        wrong = one("run", "a", "b", option, "--", "true")
-        assert wrong.returncode == 2
-        assert "options go before the keys: run [options] KEY [KEY ...] -- CMD" in wrong.stderr
+        told = one.fails(2, "run", "a", "b", option, "--", "true")
+        assert "options go before the keys: run [options] KEY [KEY ...] -- CMD" in told
     assert "--nosuch" in one("run", "a", "b", "--nosuch", "--", "true").stderr
 
 
@@ -496,7 +424,5 @@ def test_it_holds_several_keys(one: Shell, capfd: pytest.CaptureFixture[str]) ->
     fences = dict(one.run("SELECT lock_key, fence FROM locks"))
     assert capfd.readouterr().out.split() == ["b", "a", str(max(fences.values())), "2"]
     with one.lock("a", label="theirs"):
-        busy = one("run", "-n", "b", "a", "--", "true")
-    assert busy.returncode == 75
-    assert "'a' is held by" in busy.stderr
+        assert "'a' is held by" in one.fails(75, "run", "-n", "b", "a", "--", "true")
     assert free(one, "b")

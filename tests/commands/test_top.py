@@ -14,27 +14,26 @@ import threading
 
 import pytest
 
-from tests.commands.conftest import Shell, rest_of
+from tests.commands.conftest import Shell, end_of, rest_of
 from tests.support.lab import until
 
 
-def test_snapshots_as_json(shell: Shell) -> None:
+def test_snapshots_as_json(one: Shell) -> None:
     """A line each time, with how often keys change hands."""
-    process = shell.start("top", "--json", "--interval", "0.2")
+    process = one.start("top", "--json", "--interval", "0.2")
     assert process.stdout is not None
-    with shell.lock("k", label="first"):
+    with one.lock("k", label="first"):
         while not (seen := json.loads(process.stdout.readline()))["locks"]:
             pass
         assert seen["held"] == 1
         assert seen["locks"][0]["label"] == "first"
-    with shell.lock("k", label="second"):
+    with one.lock("k", label="second"):
         while (seen := json.loads(process.stdout.readline()))["tenures_per_second"] == 0:
             pass
         assert seen["locks"][0]["label"] == "second"
         assert seen["locks"][0]["tenures_per_second"] > 0
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
-    assert (process.returncode, err) == (130, "")
+    assert end_of(process, 10)[::2] == (130, "")
 
 
 def test_a_live_view(one: Shell) -> None:
@@ -65,6 +64,4 @@ def test_rich_is_only_needed_for_that(one: Shell, monkeypatch: pytest.MonkeyPatc
     """It says what to install. (Others without it: `tests.project.test_packaging`.)"""
     for module in ("rich", "rich.console"):
         monkeypatch.setitem(sys.modules, module, None)
-    done = one("top")
-    assert done.returncode == 1
-    assert "pip install 'dblock[cli]'" in done.stderr
+    assert "pip install 'dblock[cli]'" in one.fails(1, "top")
