@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.browser.site import CHROMIUM, PERMISSIONS, chromium, served, session
+from tests.browser.site import PERMISSIONS, chromium, served, session
 from tests.conftest import ready
 
 expect.set_options(timeout=20_000)
@@ -15,8 +15,6 @@ expect.set_options(timeout=20_000)
 @pytest.fixture(scope="module")
 def _browser() -> Iterator[tuple[Browser, str]]:
     """One for all tests, and the address of the site; it is not the tests' own thread that answers there."""
-    if CHROMIUM is None:
-        pytest.skip("no browser: apt-get install chromium")
     with served() as address, chromium() as browser:
         yield browser, address
 

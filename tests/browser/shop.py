@@ -9,23 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tests.support.lab import ROOT
 
 
-@dataclass(frozen=True)
-class Shop:
-    """Where it is open, and its processes' parent."""
-
-    address: str
-    market: str
-    process: subprocess.Popen[str]
-
-
 @contextlib.contextmanager
-def opened(**environment: str) -> Iterator[Shop]:
-    """The shop, open meanwhile; it closes as by Ctrl-C, and must end well."""
+def opened(**environment: str) -> Iterator[str]:
+    """The address of the shop, which is open meanwhile; it closes as by Ctrl-C, and must end well."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(("DATABASE", "CELERY", "DJANGO"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "example_project.serve"],
@@ -36,10 +26,9 @@ def opened(**environment: str) -> Iterator[Shop]:
     )
     try:
         assert process.stdout
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/.*market stall: port (\d+)", process.stdout.readline())
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert found, "it did not open; its error output says why"
-        shop, market = (f"http://127.0.0.1:{port}" for port in found.groups())
-        yield Shop(shop, market, process)
+        yield found[0]
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import os
 import shutil
 import threading
@@ -11,12 +12,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from django.contrib.staticfiles.handlers import StaticFilesHandler
 from django.core.handlers.wsgi import WSGIHandler
 from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 from django.http import HttpRequest
 from django.test import Client, override_settings
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -58,10 +60,36 @@ def served() -> Iterator[str]:
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser. Playwright keeps an event loop running in this thread, where Django would refuse to do anything."""
+    if CHROMIUM is None:
+        pytest.skip("no browser: apt-get install chromium")
     with patch.dict(os.environ, DJANGO_ALLOW_ASYNC_UNSAFE="1"), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
+
+
+AXE = (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text()
+"""A script that each page has to have for `violations`."""
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds on a page."""
+    found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")["violations"]
+    return [
+        f"{each['id']}: {node['html']}: {node['failureSummary']}"
+        for each in found
+        for node in each["nodes"]
+        # Django's own: the search field of any list is labelled by a picture of a magnifying glass.
+        if (each["id"], node["target"]) != ("label-title-only", ["#searchbar"])
+    ]
+
+
+def assert_readable(page: Page, scheme: Any, width: int) -> None:
+    """In these colours the page violates no rule of axe-core, and is no wider than the window."""
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 800})
+    assert violations(page) == [], (page.url, scheme, width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width, (page.url, scheme, width)
 
 
 def session(name: str, *permissions: str) -> str:

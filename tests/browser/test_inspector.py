@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from tests.browser.site import LIST, world
-from tests.conftest import SELDOM, run, timed
-from tests.support.lab import Remote, RemoteError
-from tests.support.subjects import Actor, Subject
+from tests.browser.site import AXE, LIST, assert_readable, violations, world
+from tests.conftest import run
 
 Look = Callable[..., Page]
 STOCK = f"{LIST}stock_3A42/"
@@ -30,42 +26,6 @@ def keys(page: Page) -> Locator:
 def said(page: Page) -> Locator:
     """The site's messages to a user who has done something."""
     return page.locator(".messagelist")
-
-
-def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next waiter is served, the holder told why, it is on record; a page that is out of date does nothing."""
-    timed(monkeypatch, **SELDOM, waiter_ttl=300.0)  # nobody finds out for himself
-    subject = Subject("django", "sync", "sqlite")
-    with Remote(subject) as holder:
-        waiter, lock = Actor(subject), subject.lock("stock:42", timeout=60)
-        holder.do("(lock := subject.lock('stock:42', ttl=600)).acquire()")
-        waiting = waiter.start(lock.acquire)
-        page = look()
-        page.goto(f"{STOCK}change/")
-        expect(page.locator("#queue tbody tr")).to_have_count(1)
-        expect(page.locator(".fieldBox.field-shown_pid")).to_contain_text(str(holder.process.pid))
-        page.get_by_role("link", name="Force release").click()
-        expect(page.locator(".dblock-facts")).to_contain_text(f"pid {holder.process.pid},")
-        late = page.context.new_page()
-        late.goto(page.url)
-        page.get_by_role("button", name="Yes").click()
-        assert page.get_by_label("Reason").evaluate("field => field.validity.valueMissing"), "a reason is asked for"
-        page.get_by_label("Reason").fill("it hangs")
-        page.get_by_role("button", name="Yes").click()
-        expect(said(page)).to_contain_text("The lock on “stock:42” was released.")
-        assert waiting.result(5) is True
-        expect(page.locator(".fieldBox.field-shown_pid")).to_contain_text(str(os.getpid()))
-        with pytest.raises(RemoteError, match="LockLost.*freed by somebody .ann: it hangs"):
-            holder.do("lock.verify()")
-        assert holder.do("lock.state") == "lost"
-        late.get_by_label("Reason").fill("again")
-        late.get_by_role("button", name="Yes").click()
-        expect(said(late)).to_contain_text("Nothing was changed.")
-        assert waiter.call(lock, "verify") is True
-        waiter.call(lock, "release")
-        waiter.close()
-        page.get_by_role("link", name="History").click()
-        expect(page.locator("#change-history tbody tr")).to_contain_text(["Forced its release: it hangs"])
 
 
 class Watched:
@@ -265,13 +225,13 @@ def test_with_the_keyboard_alone(look: Look) -> None:
     tab_to("FORCE RELEASE")
     page.keyboard.press("Enter")
     expect(page.get_by_label("Reason")).to_be_focused()
+    assert page.get_by_label("Reason").evaluate("field => field.validity.valueMissing"), "a reason is asked for"
     page.keyboard.type("it hangs, with the keyboard")
     tab_to("Yes")
     page.keyboard.press("Enter")
     expect(said(page)).to_contain_text("The lock on “invoice:2026-11” was released.")
 
 
-AXE = (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text()
 SHOWN = {  # each page, and a word on it
     LIST: "newsletter",
     f"{STOCK}change/": "web-2 pid 812",
@@ -288,18 +248,6 @@ TWICE = (LIST, f"{STOCK}change/", f"{STOCK}release/", f"{LIST}events/")
 LOOKS: list[tuple[Any, int]] = [("light", 1280), ("dark", 390)]
 
 
-def violations(page: Page) -> list[str]:
-    """What axe-core finds on a page."""
-    found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")["violations"]
-    return [
-        f"{each['id']}: {node['html']}: {node['failureSummary']}"
-        for each in found
-        for node in each["nodes"]
-        # Django's own: the search field of any list is labelled by a picture of a magnifying glass.
-        if (each["id"], node["target"]) != ("label-title-only", ["#searchbar"])
-    ]
-
-
 @pytest.mark.timeout(120)
 def test_everybody_can_read_it(look: Look) -> None:
     """No page violates a rule of axe-core, in light or in dark, wide or on a phone, which none is wider than."""
@@ -311,10 +259,7 @@ def test_everybody_can_read_it(look: Look) -> None:
         expect(page.locator("#content")).to_contain_text(words)
         page.add_style_tag(content="* { transition: none !important; }")
         for scheme, width in LOOKS if address in TWICE else LOOKS[:1]:
-            page.emulate_media(color_scheme=scheme)
-            page.set_viewport_size({"width": width, "height": 800})
-            assert violations(page) == [], (address, scheme, width)
-            assert page.evaluate("document.documentElement.scrollWidth") == width, (address, scheme, width)
+            assert_readable(page, scheme, width)
     page.goto(f"{STOCK}release/")
     page.get_by_label("Reason").fill(" ")
     page.get_by_role("button", name="Yes").click()
