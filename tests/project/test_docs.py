@@ -13,19 +13,22 @@ from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine
 
 import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import Reason
 from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
-from tests import conftest
+from tests.contract.conftest import actor, actors, other
+from tests.project import test_site
 from tests.support.lab import FEW
 from tests.support.loaded import run
-from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
+from tests.support.pages import PAGES, ROOT, block, blocks, text
 from tests.support.servers import Redis, free_port, running
 from tests.support.subjects import Actor, Subject
+
+__all__ = ["actor", "actors", "other"]
 
 DJANGO = """
 import django
@@ -121,15 +124,9 @@ def do_a_piece_of_work(term):
 CHECKS = {
     "docs/reference.md django": """
 assert sell("42") == "sold 1 of 42" and not lock.locked()
-import threading
-key, waiting = threading.Event(), threading.Event()
-holder = threading.Thread(target=lambda: db_lock("stock:43")(lambda: (key.set(), waiting.wait()))())
-holder.start()
-key.wait()
 sell = db_lock("stock:{sku}", timeout=0.1)(lambda sku: None)
-assert (view(None, "42").status_code, view(None, "43").status_code) == (200, 503)
-waiting.set()
-holder.join()
+assert view(None, "42").status_code == 200
+assert elsewhere("stock:42", lambda: view(None, "42").status_code, db_lock) == 503
 """,
     "README.md sqlalchemy": """
 with Session() as session:
@@ -153,16 +150,10 @@ statuses = [sell(None, "42").status_code for _ in range(9)]
 assert statuses == [200] * 8 + [409], statuses
 """,
     "docs/start.md sqlalchemy": """
-import threading
-taken, tried = threading.Event(), threading.Event()
-holder = threading.Thread(target=lambda: db_lock(engine, "stock:43")(lambda: (taken.set(), tried.wait(9)))())
-holder.start()
-taken.wait()
 within = db_lock
 db_lock = lambda *given, **options: within(*given, **options | {"timeout": 0})
-assert (sell("42"), sell("43"), report("a")) == ("sold", "busy, try again", "report of a")
-tried.set()
-holder.join()
+assert elsewhere("stock:42", lambda: sell("42"), lambda key: within(engine, key)) == "busy, try again"
+assert (sell("42"), report("a")) == ("sold", "report of a")
 assert [sell("42") for _ in range(10)] == ["sold"] * 9 + ["sold out"]
 with Session() as session:
     assert session.scalar(text("SELECT count(*) FROM sales")) == 10
@@ -193,22 +184,6 @@ other.resign()
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
 RUN = [(page, name) for page, name in RUN if name != "django" or page not in SHORT]
-SERVED = {"asgi", "celery-shutdown", "fastapi-dependency", "gunicorn"}  # in test_recipes
-ELSEWHERE = SERVED | {
-    "alembic",
-    "free",
-    "holder",
-    "health",
-    "health-django",
-    "opentelemetry",
-    "prometheus",
-    "settings",
-    "waiting",
-}
-ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
-ELSEWHERE |= {"who-locks-mysql", "who-locks-postgresql"}  # in tests/commands
-ELSEWHERE |= {"sessions"}  # in tests/servers
-ELSEWHERE |= set(ON_THE_SITE)  # in test_site
 
 
 @pytest.mark.parametrize(("page", "name"), RUN + TASKS)
@@ -216,7 +191,7 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
     """Those of Django, SQLAlchemy and Celery, in a fresh project; none leaves a lock behind."""
     example = BEFORE.get(f"{page} {name}", "") + block(page, name) + CHECKS.get(f"{page} {name}", "")
     template = {"django": DJANGO, "sqlalchemy": SQLALCHEMY}.get(name, CELERY)
-    run(template.format(example=example, settings=block("README.md", "settings")), tmp_path)
+    run(test_site.ELSEWHERE + template.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
 LEADER = """
@@ -349,14 +324,12 @@ def test_the_schedule_of_the_reaper(tmp_path: Path) -> None:
     )
 
 
-def test_the_errors_of_redis(tmp_path: Path) -> None:
+def test_the_errors_of_redis(engine: Engine) -> None:
     """Each line of the table is so on both sides."""
     table = text("docs/coming-from.md").partition("## Errors of redis-py")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*) \| (.*) \|$", table, re.MULTILINE)
     told = [tuple(set(re.findall(r"`(\w+)`", cell)) for cell in row) for row in rows]
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     gone = create_engine(f"postgresql+psycopg://nobody@127.0.0.1:{free_port()}/none")
-    sqlalchemy_dblock.create_tables(engine)
 
     def ours(key: str, **options: Any) -> Any:
         return sqlalchemy_dblock.db_lock(engine, key, ttl=1, renew=False, timeout=0.1, **options)
@@ -394,15 +367,17 @@ def test_the_errors_of_redis(tmp_path: Path) -> None:
             without.extend(1)
     found(redis.Redis(port=free_port()).lock("k").acquire, sqlalchemy_dblock.db_lock(gone, "k", timeout=0.1).acquire)
     assert len(told) == 5
-    for each in (engine, gone):
-        each.dispose()
+    gone.dispose()
 
 
 def test_every_example_is_tried() -> None:
-    """Here, or elsewhere under its name."""
-    known = {name for _, name in (*RUN, *TASKS, *PROGRAMS)} | {"names-settings"} | ELSEWHERE
+    """By name in the tables here and of test_site, or by a test that asks for the block of that name."""
+    tried = {*test_site.RUN, *(name for _, name in (*RUN, *TASKS, *PROGRAMS))}
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tried |= {*re.findall(r'\bblock\([^()]+, "([\w-]+)"\)', code)}
     named = [name for page in PAGES for name, _ in blocks(page)]
-    assert set(named) == known
+    elsewhere = {"contributing", "opentelemetry", "prometheus"}  # in test_site, and in tests/contrib
+    assert {*named} - tried == elsewhere
     fences = sum(len(re.findall(r"^```\w+$", text(page), re.MULTILINE)) for page in PAGES)
     assert fences == len(named)
 
@@ -484,33 +459,29 @@ def test_the_documented_names_of_tables_are_valid() -> None:
     assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'
 
 
-@pytest.mark.parametrize("subject", FEW, ids=str)
-def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> None:
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_freeing_by_hand(subject: Subject, actor: Actor, other: Actor) -> None:
     """The first in the queue gets the key within some seconds, the holder learns of it at its next renewal."""
-    conftest.ready(request, subject.database)
-    holder, waiter = Actor(subject), Actor(subject)
     lock, theirs = subject.lock("stock:42", ttl=3), subject.lock("stock:42", timeout=20)
-    holder.call(lock, "acquire")
-    waiting = waiter.begin(theirs, "acquire")
+    actor.call(lock, "acquire")
+    waiting = other.begin(theirs, "acquire")
     time.sleep(0.5)
     [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))
     assert pid == os.getpid()
     [(_, pid, *_, fence)] = subject.run(block("docs/operating.md", "holder"))
-    assert (pid, fence) == (os.getpid(), holder.get(lock, "fence"))
+    assert (pid, fence) == (os.getpid(), actor.get(lock, "fence"))
     free = block("docs/operating.md", "free")
     subject.run(free)
-    assert holder.call(lock, "verify") is True, "another tenure's fence"
+    assert actor.call(lock, "verify") is True, "another tenure's fence"
     subject.run(re.sub(r"\d{16}", str(fence), free))
     freed = time.monotonic()
     assert waiting.result(20) is True
     assert time.monotonic() - freed < 5
-    while holder.get(lock, "state") != "lost":
+    while actor.get(lock, "state") != "lost":
         assert time.monotonic() - freed < 2.5, "a third of the ttl, and a renewal's way"
         time.sleep(0.02)
     with pytest.raises(dblock.LockLost) as caught:
-        holder.call(lock, "release")
+        actor.call(lock, "release")
     assert caught.value.reason in {Reason.FREED, Reason.TAKEN_OVER}
     assert subject.run(block("docs/operating.md", "waiting")) == [], "it was served, and its row may be there"
-    waiter.call(theirs, "release")
-    for actor in (holder, waiter):
-        actor.close()
+    other.call(theirs, "release")

@@ -8,13 +8,11 @@ python -m tests.project.test_frozen    writes the copies anew, until 1.0.0 is re
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -53,6 +51,7 @@ from dblock.core.wakeup.registry import Message
 from dblock.operating.commands import running
 from sqlalchemy_dblock import attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
 from tests.project.test_schema import apply, scratch
+from tests.support.loaded import run
 from tests.support.pages import ROOT
 
 __all__ = ["scratch"]
@@ -148,15 +147,12 @@ def _options_of_tasks() -> list[str]:
 
 def _prometheus() -> dict[str, list[str]]:
     """Each metric with its labels."""
-    made = ast.parse(inspect.getsource(prometheus))
-    calls = [node for node in ast.walk(made) if isinstance(node, ast.Call) and node.args]
-    found = [each.args[0].value for each in calls if isinstance(each.args[0], ast.Constant)]
     registry = CollectorRegistry()
     stop = prometheus.instrument(registry=registry)
     collectors: Any = registry._collector_to_names
     metrics = {each._name: sorted(each._labelnames) for each in collectors if hasattr(each, "_labelnames")}
     stop()
-    named = {str(name) for name in found if str(name).startswith("dblock_")}
+    named = {*re.findall(r'"(dblock_\w+)"', inspect.getsource(prometheus))}
     return {name: metrics.get(name, ["database"]) for name in sorted(named)}
 
 
@@ -385,10 +381,9 @@ def test_a_database_of_it_is_used(database: str, scratch: Engine) -> None:
 
 
 MIGRATED = """
-import sys
 from django.conf import settings
 settings.configure(
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}}, INSTALLED_APPS=["dblock"]
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "old.sqlite3"}}, INSTALLED_APPS=["dblock"]
 )
 import django
 django.setup()
@@ -401,7 +396,7 @@ from dblock import db_lock
 from dblock.models import Lock, LockEvent, Waiter
 events = LockEvent.objects.count()
 place = Waiter.objects.get()
-with db_lock.attach(sys.argv[2]) as lock:
+with db_lock.attach(token) as lock:
     lock.extend()
     assert Lock.objects.get(lock_key="stock:42").label == "the till"
 assert Lock.objects.get(lock_key="stock:42").owner == place.owner
@@ -415,10 +410,8 @@ def test_django_migrates_a_database_of_it(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/old.sqlite3")
     tokens = fill(engine, "sqlite")
     engine.dispose()
-    command = [sys.executable, "-c", MIGRATED, f"{tmp_path}/old.sqlite3", tokens["lock"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"migrated with [1-9]\d* events", done.stdout)
+    told = run(f"token = {tokens['lock']!r}\n{MIGRATED}", tmp_path)
+    assert re.search(r"migrated with [1-9]\d* events", told)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,24 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import dblock
+import sqlalchemy_dblock
 from scripts import dist
+from tests.support.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
 def python(code: str) -> str:
@@ -30,8 +37,6 @@ def python(code: str) -> str:
         ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "asgiref", "psycopg", "dblock.majority")),
         ("dblock.majority.locks", ("django", "sqlalchemy", "celery", "asgiref", "psycopg")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
-        ("dblock.cli", ("django", "sqlalchemy", "celery", "asgiref", "psycopg")),
-        ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
         ("dblock.testing", ("django", "sqlalchemy", "celery")),
         ("dblock.kinds", ("sqlalchemy", "celery")),
         ("dblock.contrib.health", ("django", "sqlalchemy", "celery")),
@@ -39,7 +44,10 @@ def python(code: str) -> str:
     ],
 )
 def test_imports_stay_apart(module: str, forbidden: tuple[str, ...]) -> None:
-    """Neither face imports the other's framework, and the core imports none."""
+    """Neither face imports the other's framework, and the core imports none.
+
+    So it is of `dblock.cli`, see below, and of `dblock.pytest_plugin`, see `tests.testing.test_users`.
+    """
     loaded = python(f"import sys; import {module}; print([name for name in {forbidden!r} if name in sys.modules])")
     assert loaded == "[]"
 
@@ -239,23 +247,20 @@ def test_the_command_needs_what_its_extra_has() -> None:
     loaded = {name.partition(".")[0] for name in eval(python(code))}
     # A module of distributors, from Python 3.15 on, which says what of the standard library is packaged by itself.
     assert loaded - sys.stdlib_module_names - {"_missing_stdlib_info"} == {"dblock"}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {each.partition(">")[0] for each in extras["cli"]} == {"rich", "shtab", "sqlalchemy"}, (
-        "for top, completion, --url"
-    )
+    needed = {each.partition(">")[0] for each in EXTRAS["cli"]}
+    assert needed == {"rich", "shtab", "sqlalchemy"}, "for top, completion, --url"
 
 
 def test_extras_are_listed() -> None:
     """`all` has those for production, but what needs a compiler; a table in the docs has all of them."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    theirs = extras.keys() - {"all", "demo", "docs", "postgresql-server", "shop", "test"}
-    assert extras["all"] == [f"dblock[{','.join(name for name in extras if name in theirs - {'mysqlclient'})}]"]
+    theirs = EXTRAS.keys() - {"all", "demo", "docs", "postgresql-server", "shop", "test"}
+    assert EXTRAS["all"] == [f"dblock[{','.join(name for name in EXTRAS if name in theirs - {'mysqlclient'})}]"]
     table = (ROOT / "docs/reference.md").read_text().partition("## Extras")[2]
     listed = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
     assert set(listed) == {*theirs, "all"}
-    assert extras["asyncio"] == ["sqlalchemy[asyncio]>=2.0"], "its user names the driver"
+    assert EXTRAS["asyncio"] == ["sqlalchemy[asyncio]>=2.0"], "its user names the driver"
     for driver in ("asyncpg", "aiomysql", "asyncmy", "aiosqlite"):
-        assert [each.partition(">")[0] for each in extras[driver]] == [driver]
+        assert [each.partition(">")[0] for each in EXTRAS[driver]] == [driver]
 
 
 def test_manage_py_stands_at_the_top() -> None:
@@ -266,18 +271,10 @@ def test_manage_py_stands_at_the_top() -> None:
     assert "no issues" in done.stdout
 
 
-def test_no_public_name_is_a_module() -> None:
+@pytest.mark.parametrize("package", [dblock, sqlalchemy_dblock])
+def test_no_public_name_is_a_module(package: ModuleType) -> None:
     """A module of ours that is called like one would take its place once it is loaded: `locks` is the table."""
-    code = """
-import importlib, pkgutil, types
-for name in ("sqlalchemy_dblock", "dblock"):
-    package = importlib.import_module(name)
-    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    print(sorted(modules & set(package.__all__)))
-import sqlalchemy_dblock
-print(type(sqlalchemy_dblock.locks).__name__, type(sqlalchemy_dblock.lock_waiters).__name__)
-"""
-    assert python(code).splitlines() == ["[]", "[]", "Table Table"]
+    assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & {*package.__all__}
 
 
 def errors_of(root: type[Exception]) -> set[str]:
@@ -287,9 +284,6 @@ def errors_of(root: type[Exception]) -> set[str]:
 
 def test_every_error_is_public() -> None:
     """Both faces export what a user can see, and docs/reference.md has it in its table, with what else it is."""
-    import dblock
-    import sqlalchemy_dblock
-
     _ = dblock.QuorumUnavailable, dblock.db_leader  # in modules that are loaded with them
     errors = errors_of(dblock.LockError)
     errors = {name for name in errors if not name.startswith("_")}  # a user catches those as what they derive from
@@ -303,9 +297,8 @@ def test_every_error_is_public() -> None:
 
 def test_the_metadata_says_what_was_tested() -> None:
     """Each Python and Django of the matrix is a classifier, each database a keyword."""
-    given = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project = given["project"]
-    matrix = re.findall(r"py3(\d+)-django(\d)(\d)", " ".join(given["tool"]["tox"]["env_list"]))
+    project = PROJECT["project"]
+    matrix = re.findall(r"py3(\d+)-django(\d)(\d)", " ".join(PROJECT["tool"]["tox"]["env_list"]))
     assert matrix
     for python, major, minor in matrix:
         assert f"Programming Language :: Python :: 3.{python}" in project["classifiers"]
@@ -337,9 +330,5 @@ def test_an_index_of_packages_is_given_addresses() -> None:
 
 def test_the_version_is_in_one_place() -> None:
     """The distribution takes it from the package."""
-    from importlib.metadata import version
-
-    import dblock
-
     assert version("dblock") == dblock.__version__
     assert python("from dblock.cli import main; main(['--version'])") == f"dblock {dblock.__version__}"

@@ -10,18 +10,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from celery import Celery
+from sqlalchemy import Engine, text
 
-from dblock.core.statements import DIALECTS
 from sqlalchemy_dblock import db_lock
-from tests.conftest import DATABASES, url
+from tests.conftest import DATABASES, observer, url
 from tests.support.lab import LONG, until
 from tests.support.pages import ROOT, block
 from tests.support.servers import Redis, free_port, running
@@ -30,22 +30,29 @@ ASYNC = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", 
 
 
 @contextmanager
-def serving(command: list[str], directory: Path, port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers on that port; it is told to stop in the end, and must do so in order."""
+def started(
+    command: list[str], directory: Path, ready: Callable[[], object], **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that is ready; it is told to stop in the end, and must do so in order."""
     python = os.pathsep.join([str(directory), str(ROOT)])
     with open(directory / "log", "wb") as log:
         known = {**os.environ, "PYTHONPATH": python, **environment}
         whole = [sys.executable, "-m", *command]
-        server = subprocess.Popen(whole, cwd=directory, env=known, stdout=log, stderr=log)
+        program = subprocess.Popen(whole, cwd=directory, env=known, stdout=log, stderr=log)
         try:
-            assert until(lambda: server.poll() is not None or ask(port, "/")[0], 30)
-            yield server
-            server.send_signal(signal.SIGTERM)
-            server.wait(20)
+            assert until(lambda: program.poll() is not None or ready(), 30)
+            yield program
+            program.send_signal(signal.SIGTERM)
+            program.wait(20)
         finally:
-            server.kill()
-            server.wait()
+            program.kill()
+            program.wait()
             sys.stderr.write((directory / "log").read_text())
+
+
+def serving(command: list[str], directory: Path, port: int, **environment: str) -> Any:
+    """A server that answers on that port."""
+    return started(command, directory, lambda: ask(port, "/")[0], **environment)
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -66,13 +73,10 @@ def all_at_once(port: int, path: str, times: int = 20) -> list[tuple[int, Any]]:
         return list(pool.map(lambda _: ask(port, path, "POST"), range(times)))
 
 
-def held(address: str) -> list[str]:
+def held(engine: Engine) -> list[str]:
     """The keys that somebody holds."""
-    engine = create_engine(address)
     with engine.connect() as connection:
-        found = [str(key) for (key,) in connection.execute(text("SELECT lock_key FROM locks WHERE owner IS NOT NULL"))]
-    engine.dispose()
-    return found
+        return [str(key) for (key,) in connection.execute(text("SELECT lock_key FROM locks WHERE owner IS NOT NULL"))]
 
 
 HOLD = """
@@ -108,26 +112,24 @@ async def hold():
 @pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"], indirect=True)
 def test_fastapi(database: str, tmp_path: Path) -> None:
     """Requests for one key take turns, a busy one is answered 503, and a stopped server leaves nothing held."""
-    example, port, address = block("docs/start.md", "start-fastapi"), free_port(), url(database)
+    example, port, engine = block("docs/start.md", "start-fastapi"), free_port(), observer(database)
     example = example.replace("sqlite+aiosqlite:///shop.sqlite3", url(database, ASYNC[database]))
     (tmp_path / "shop.py").write_text(example.replace("timeout=5", "timeout=2") + HOLD)
     with serving(["uvicorn", "shop:app", "--port", str(port), "--timeout-graceful-shutdown", "1"], tmp_path, port):
         answers = all_at_once(port, "/sell/42")
         sold = [answer["left"] for status, answer in answers if status == 200]
         assert (sorted(sold), [status for status, _ in answers].count(409)) == ([*range(10)], 10)
-        engine = create_engine(address)
         with db_lock(engine, "stock:43", timeout=5):
             assert ask(port, "/sell/43", "POST") == (503, "1")
-        engine.dispose()
-        assert until(lambda: held(address) == [], 8), "the place of who gave up, on a busy machine"
+        assert until(lambda: held(engine) == [], 8), "the place of who gave up, on a busy machine"
         for _ in range(3):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/stream", timeout=10) as answer:
                 assert answer.read(3) == b"111"
-                assert held(address) == ["streamed"]
-            assert until(lambda: held(address) == [], 3), "the client has gone"
+                assert held(engine) == ["streamed"]
+            assert until(lambda: held(engine) == [], 3), "the client has gone"
         assert ask(port, "/hold", "POST")[0] == 200
-        assert held(address) == ["for ever"]
-    assert held(address) == []
+        assert held(engine) == ["for ever"]
+    assert held(engine) == []
 
 
 @pytest.mark.parametrize("database", DATABASES if LONG else ["sqlite"], indirect=True)
@@ -140,11 +142,10 @@ def test_a_synchronous_dependency(database: str, tmp_path: Path) -> None:
         answers = all_at_once(port, "/count/42")
         assert [(status, answer["state"]) for status, answer in answers] == [(200, "held")] * 20
         assert len({answer["fence"] for _, answer in answers}) == 20
-        assert until(lambda: held(url(database)) == [], 3), "left when the response has been sent"
+        assert until(lambda: held(observer(database)) == [], 3), "left when the response has been sent"
 
 
-SITE = """
-import json
+CONFIGURED = """
 import os
 import threading
 import time
@@ -156,7 +157,8 @@ settings.configure(
 )
 django.setup()
 from dblock import db_lock
-
+"""
+SITE = f"""{CONFIGURED}
 def hold(taken):
     with db_lock("for ever", ttl=600):
         taken.set()
@@ -177,62 +179,45 @@ def application(environ, start_response):
         threading.Thread(target=hold, args=[taken], daemon=True).start()
         taken.wait()
     start_response("200 OK", [("Content-Type", "application/json")])
-    return [b"{}"]
+    return [b"{{}}"]
 """
 
 
-def migrated(tmp_path: Path) -> str:
-    """A SQLite file with the tables."""
-    path = str(tmp_path / "site.sqlite3")
-    engine = create_engine(f"sqlite:///{path}")
-    raw: Any = engine.raw_connection()
-    raw.driver_connection.executescript(DIALECTS["sqlite"].ddl)
-    raw.close()
-    engine.dispose()
-    return path
+@contextmanager
+def gunicorn(engine: Engine, directory: Path, workers: str, hook: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The site under gunicorn, where a request has taken a lock that it keeps; and its port."""
+    port = free_port()
+    (directory / "site_wsgi.py").write_text(SITE)
+    (directory / "gunicorn.conf.py").write_text(hook)
+    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", workers, "--threads", "2", "site_wsgi"]
+    with serving(command, directory, port, SITE_DATABASE=str(engine.url.database)) as server:
+        assert ask(port, "/hold")[0] == 200
+        assert held(engine) == ["for ever"]
+        yield server, port
 
 
 @pytest.mark.parametrize(("workers", "hook"), [("sync", True), ("gthread", True), ("gthread", False)])
-def test_gunicorn(tmp_path: Path, workers: str, hook: bool) -> None:
+def test_gunicorn(engine: Engine, tmp_path: Path, workers: str, hook: bool) -> None:
     """A thread that never ends holds a lock: with the hook it is free at once, without it one ttl later."""
-    path, port = migrated(tmp_path), free_port()
-    (tmp_path / "site_wsgi.py").write_text(SITE)
-    (tmp_path / "gunicorn.conf.py").write_text(block("docs/deployment.md", "gunicorn") if hook else "")
-    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", workers, "--threads", "2", "site_wsgi"]
-    with serving(command, tmp_path, port, SITE_DATABASE=path):
-        assert ask(port, "/hold")[0] == 200
-        assert held(f"sqlite:///{path}") == ["for ever"]
-    assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
+    with gunicorn(engine, tmp_path, workers, block("docs/deployment.md", "gunicorn") if hook else ""):
+        pass
+    assert held(engine) == ([] if hook else ["for ever"])
 
 
-def test_gunicorn_ends_at_once(tmp_path: Path) -> None:
+def test_gunicorn_ends_at_once(engine: Engine, tmp_path: Path) -> None:
     """After `kill -QUIT` a request of `gthread` works on: its lock is given back when it has ended, and not before."""
-    path, port = migrated(tmp_path), free_port()
-    (tmp_path / "site_wsgi.py").write_text(SITE)
-    (tmp_path / "gunicorn.conf.py").write_text(block("docs/deployment.md", "gunicorn"))
-    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", "gthread", "--threads", "2", "site_wsgi"]
-    with ThreadPoolExecutor(1) as client, serving(command, tmp_path, port, SITE_DATABASE=path) as server:
-        assert ask(port, "/hold")[0] == 200
+    hook, work = block("docs/deployment.md", "gunicorn"), tmp_path / "work"
+    with ThreadPoolExecutor(1) as client, gunicorn(engine, tmp_path, "gthread", hook) as (server, port):
         _ = client.submit(ask, port, "/work")
-        assert until(lambda: (tmp_path / "work").exists() and (tmp_path / "work").read_text(), 10)
+        assert until(lambda: work.exists() and work.read_text(), 10)
         server.send_signal(signal.SIGQUIT)
         server.wait(20)
-    assert (tmp_path / "work").read_text().splitlines() == ["begun", "held True"]
-    assert held(f"sqlite:///{path}") == []
+    assert work.read_text().splitlines() == ["begun", "held True"]
+    assert held(engine) == []
 
 
-TASKS = """
-import os
-import threading
-import django
+TASKS = f"""{CONFIGURED}
 from celery import Celery
-from django.conf import settings
-settings.configure(
-    INSTALLED_APPS=["dblock"],
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["SITE_DATABASE"]}},
-)
-django.setup()
-from dblock import db_lock
 app = Celery(broker=os.environ["BROKER"])
 app.conf.worker_prefetch_multiplier = 1
 
@@ -243,37 +228,24 @@ def keep():
 
 
 @pytest.mark.parametrize("hook", [True, False] if LONG else [True])
-def test_celery(tmp_path: Path, hook: bool) -> None:
+def test_celery(engine: Engine, tmp_path: Path, hook: bool) -> None:
     """What a child of the prefork pool holds when it is told to stop: with the hook it is free at once."""
-    path = migrated(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS + (block("docs/deployment.md", "celery-shutdown") if hook else ""))
-    with running(Redis) as broker, open(tmp_path / "log", "wb") as log:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
-            "SITE_DATABASE": path,
-            "BROKER": f"redis://127.0.0.1:{broker.port}/0",
-        }
-        code = "from tasks import keep; keep.delay()"
-        subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
-        command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"]
-        worker = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
-        try:
-            assert until(lambda: held(f"sqlite:///{path}") == ["for ever"], 30), (tmp_path / "log").read_text()
+    command = ["celery", "-A", "tasks", "worker", "--concurrency=1"]
+    with running(Redis) as broker:
+        where = {"SITE_DATABASE": str(engine.url.database), "BROKER": f"redis://127.0.0.1:{broker.port}/0"}
+        with Celery(broker=where["BROKER"], set_as_current=False) as app:
+            app.send_task("tasks.keep")
+        with started(command, tmp_path, lambda: held(engine) == ["for ever"], **where):
             time.sleep(0.2)
-            worker.send_signal(signal.SIGTERM)
-            worker.wait(20)
-        finally:
-            worker.kill()
-            worker.wait()
-    assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
+    assert held(engine) == ([] if hook else ["for ever"])
 
 
-def test_django_under_uvicorn(tmp_path: Path) -> None:
+def test_django_under_uvicorn(engine: Engine, tmp_path: Path) -> None:
     """A task that never ends holds a lock: with the lifespan it is free when the server has stopped."""
-    path, port = migrated(tmp_path), free_port()
+    port = free_port()
     urls = 'settings.ROOT_URLCONF = "asgi_site"\ndjango.setup()'
-    site = SITE.partition("def hold")[0].replace("django.setup()", urls)
+    site = CONFIGURED.replace("django.setup()", urls)
     views = """
 import asyncio
 from django.http import JsonResponse
@@ -293,7 +265,7 @@ urlpatterns = [path("hold", hold), path("", lambda request: JsonResponse({}))]
 """
     (tmp_path / "asgi_site.py").write_text(site + views + block("docs/deployment.md", "asgi"))
     command = ["uvicorn", "asgi_site:application", "--port", str(port), "--timeout-graceful-shutdown", "1"]
-    with serving(command, tmp_path, port, SITE_DATABASE=path):
+    with serving(command, tmp_path, port, SITE_DATABASE=str(engine.url.database)):
         assert ask(port, "/hold")[0] == 200
-        assert held(f"sqlite:///{path}") == ["for ever"]
-    assert held(f"sqlite:///{path}") == []
+        assert held(engine) == ["for ever"]
+    assert held(engine) == []

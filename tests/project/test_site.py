@@ -9,16 +9,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from sqlalchemy import create_engine
 
 from dblock.cli import parser
 from scripts.pictures import FOLDER, drawings
-from sqlalchemy_dblock import create_tables
 from tests.support.loaded import run
-from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
+from tests.support.pages import PAGES, ROOT, block, blocks, text
 from tests.support.servers import Redis, running
 
 DJANGO = """
@@ -170,27 +169,12 @@ async def both():
     await engine.dispose()
 asyncio.run(both())
 """,
-    "start-fastapi": """
-async def sold():
-    async with lifespan(app):
-        assert [await sell("42") for _ in range(10)] == [{"left": 9 - sold} for sold in range(10)]
-        try:
-            await sell("42")
-        except HTTPException as gone:
-            assert gone.status_code == 409
-        else:
-            raise AssertionError
-asyncio.run(sold())
-""",
 }
 DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-stampede"]
 ENGINES = ["case-webhook", "case-import"]
-ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
-SHELL = ["start-shell", "run-commands", "runbook-look", "runbook-free", "runbook-evidence"]
-OTHERS = ["case-models", "case-migrations", "contributing", "kubernetes-pod", "kubernetes-cron", *SHELL]
-PRINTED = ["runbook-ls", "runbook-show"]
-"""In tests/commands."""
-PAGE = ON_THE_SITE
+ASYNC_ENGINES = ["case-websocket"]
+SHELL = ["commands", "start-shell", "run-commands", "runbook-look", "runbook-free", "runbook-evidence"]
+PAGE = {name: page for page in PAGES for name, _ in blocks(page)}
 
 
 def example(name: str) -> str:
@@ -220,70 +204,55 @@ def test_use_cases_of_django(tmp_path: Path) -> None:
     run(DJANGO + each(DJANGOS), tmp_path)
 
 
-def test_use_cases_of_engines(tmp_path: Path) -> None:
-    """With an Engine."""
-    run(SQLALCHEMY + each(ENGINES), tmp_path)
+@pytest.mark.parametrize(("setup", "names"), [(SQLALCHEMY, ENGINES), (ASYNC, ASYNC_ENGINES)], ids=["sync", "async"])
+def test_use_cases_of_engines(setup: str, names: list[str], tmp_path: Path) -> None:
+    """With an Engine, and with an AsyncEngine."""
+    run(setup + each(names), tmp_path)
 
 
-def test_use_cases_on_asyncio(tmp_path: Path) -> None:
-    """With an AsyncEngine."""
-    run(ASYNC + each(ASYNC_ENGINES), tmp_path)
-
-
-def in_a_container(command: list[str], directory: Path) -> subprocess.Popen[str]:
-    """The command with a database of its directory, in which programs are found first."""
+def two_at_once(command: list[str], directory: Path) -> None:
+    """Two containers run the command over a database in the directory, in which programs are found first."""
     known = {**os.environ, "DBLOCK_URL": f"sqlite:///{directory}/locks.sqlite3"}
     known["PATH"] = os.pathsep.join([str(directory), str(Path(sys.executable).parent), known["PATH"]])
-    return subprocess.Popen(command, cwd=directory, env=known, stderr=subprocess.PIPE, text=True)
-
-
-def both_migrate(command: list[str], directory: Path) -> bool:
-    """Whether two at once run one after the other, on a database that is new."""
-    alembic = directory / "alembic"
-    alembic.write_text("#!/bin/sh\nmkdir busy && echo $* >>done && sleep 0.2 && rmdir busy\n")
-    alembic.chmod(0o755)
-    for one in [in_a_container(command, directory) for _ in range(2)]:
+    given: dict[str, Any] = {"cwd": directory, "env": known, "stderr": subprocess.PIPE, "text": True}
+    for one in [subprocess.Popen(command, **given) for _ in range(2)]:
         _, said = one.communicate(timeout=40)
         assert one.returncode == 0, said
-    return (directory / "done").read_text() == "upgrade head\n" * 2
-
-
-def test_migrations_in_turn(tmp_path: Path) -> None:
-    assert both_migrate(["sh", "-ec", block(PAGE["case-migrations"], "case-migrations")], tmp_path)
 
 
 def test_a_pod(tmp_path: Path) -> None:
     """Its migrations take turns with another pod's; its server is given less time than the pod; probes agree."""
     pod = yaml.safe_load(block(PAGE["kubernetes-pod"], "kubernetes-pod"))
     [migrate], [web] = pod["initContainers"], pod["containers"]
-    assert both_migrate(migrate["args"], tmp_path)
+    assert migrate["args"] == shlex.split(block(PAGE["case-migrations"], "case-migrations"))
+    alembic = tmp_path / "alembic"
+    alembic.write_text("#!/bin/sh\nmkdir busy && echo $* >>done && sleep 0.2 && rmdir busy\n")
+    alembic.chmod(0o755)
+    two_at_once(migrate["args"], tmp_path)
+    assert (tmp_path / "done").read_text() == "upgrade head\n" * 2
     _, option, patience, _ = web["args"]
     assert option == "--graceful-timeout"
     assert int(patience) < pod["terminationGracePeriodSeconds"]
     assert web["readinessProbe"]["timeoutSeconds"] > 2, "as long as the health check takes at most, where all is well"
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_cron_job(tmp_path: Path) -> None:
     """The second of two pods does nothing, as the first is at work or has just ended, and succeeds."""
     job = yaml.safe_load(block(PAGE["kubernetes-cron"], "kubernetes-cron"))
     [container] = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     (tmp_path / "nightly.sh").write_text("#!/bin/sh\necho run >>done\n")
     (tmp_path / "nightly.sh").chmod(0o755)
-    create_tables(engine := create_engine(f"sqlite:///{tmp_path}/locks.sqlite3"))
-    engine.dispose()
-    for one in [in_a_container(container["args"], tmp_path) for _ in range(2)]:
-        _, said = one.communicate(timeout=40)
-        assert one.returncode == 0, said
+    two_at_once(container["args"], tmp_path)
     assert (tmp_path / "done").read_text() == "run\n"
 
 
-@pytest.mark.parametrize("name", SHELL)
-def test_commands(name: str) -> None:
-    """Each is one, with options that it has."""
-    lines = [shlex.split(line, comments=True) for line in block(PAGE[name], name).splitlines()]
+def test_commands() -> None:
+    """Each is one, with options that it has; the pages show all that people type."""
+    lines = [shlex.split(line, comments=True) for name in SHELL for line in block(PAGE[name], name).splitlines()]
     verbs = [parser().parse_args(line[1:]).command for line in lines if line[0] != "export"]
-    assert {line[0] for line in lines} <= {"dblock", "export"}
-    assert set(verbs) <= {"ls", "show", "release", "top", "doctor", "run"}
+    assert {line[0] for line in lines} == {"dblock", "export"}
+    assert set(verbs) == {"ls", "show", "quarantine", "release", "top", "doctor", "run"}
 
 
 def test_commands_of_contributors() -> None:
@@ -295,7 +264,7 @@ def test_commands_of_contributors() -> None:
     assert {line.split()[0] for line in told.splitlines()} == known - {"mypy", "pyright", "imports"}, "parts of lint"
 
 
-RECIPES = {
+RECIPES: dict[str, tuple[str, str]] = {
     "recipe-dramatiq": (
         """
 import dramatiq
@@ -328,19 +297,14 @@ huey = MemoryHuey(results=True)
         """
 import datetime
 result = report("acme")
-def work(task):
-    huey.execute(task)
-with db_lock(engine, "report:acme"):
-    thread = threading.Thread(target=work, args=(huey.dequeue(),))
-    thread.start()
-    thread.join()
+elsewhere("report:acme", lambda: huey.execute(huey.dequeue()), lambda key: db_lock(engine, key))
 assert huey.pending_count() + huey.scheduled_count() == 1, "it comes back later"
 later = []
 while not later:
     time.sleep(0.02)
     later = huey.read_schedule(datetime.datetime.now(datetime.UTC).replace(tzinfo=None)) or [huey.dequeue()]
     later = [task for task in later if task]
-work(*later)
+huey.execute(*later)
 assert result.get(blocking=True, timeout=5).startswith("acme, fence 1")
 """,
     ),
@@ -367,12 +331,15 @@ assert (len(tried), ran) == (2, [1]), (tried, ran)
 }
 
 
+RUN = (*DJANGOS, *ENGINES, *ASYNC_ENGINES, *SHELL, *RECIPES)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name: str, tmp_path: Path) -> None:
     """A task waits for its turn, or is left out, in the queue's own worker."""
     before, after = RECIPES[name]
     code = block(PAGE[name], name).replace("delay=5)", "delay=0.01)")
-    run(SQLALCHEMY + "import threading, time\n" + before + code + after, tmp_path)
+    run(SQLALCHEMY + ELSEWHERE + "import time\n" + before + code + after, tmp_path)
 
 
 RQ = """
@@ -439,12 +406,6 @@ def test_recipe_of_django_tasks(tmp_path: Path) -> None:
     (tmp_path / "shop/__init__.py").touch()
     (tmp_path / "shop/tasks.py").write_text(block(PAGE["recipe-django-tasks"], "recipe-django-tasks"))
     run(DJANGO + "from shop.tasks import result" + DJANGO_TASKS, tmp_path)
-
-
-def test_every_example_is_tried() -> None:
-    """By one of the tests above."""
-    recipes = {*RECIPES, "recipe-rq", "recipe-arq", "recipe-django-tasks"}
-    assert set(PAGE) == {*DJANGOS, *ENGINES, *ASYNC_ENGINES, *OTHERS, *PRINTED, *recipes}
 
 
 def test_the_drawings_are_those_of_the_script() -> None:

@@ -25,12 +25,3 @@ def block(page: str, name: str) -> str:
     found = "\n".join(code for each, code in blocks(page) if each == name)
     assert found, (page, name)
     return found
-
-
-ON_THE_SITE = {
-    name: page
-    for page in PAGES
-    for name, _ in blocks(page)
-    if name.startswith(("case-", "start-", "recipe-", "runbook-", "run-", "kubernetes-", "contributing"))
-}
-"""The examples of the pages that came with the documentation site, with the page of each."""
