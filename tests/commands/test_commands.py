@@ -25,7 +25,7 @@ from dblock.operating.commands.console import span, table
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
-from tests.conftest import SERVERS, timed, url
+from tests.conftest import SERVERS, observer, timed, url
 from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.pages import block
@@ -477,7 +477,7 @@ def test_the_first_lease_after_a_hand_over(one: Shell) -> None:
 
 def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
     """Readers and permits are listed by what they are, under their key, and each can be freed by that name."""
-    engine = create_engine(url(one.database))
+    engine = observer(one.database)
     readers = [db_rwlock(engine, "k", label=f"reader {number}").read() for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
         both = threading.Barrier(2)  # else one thread may take both, which is one reader
@@ -518,4 +518,3 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
     one.run("DELETE FROM locks")
     for hold in list(runtime.current.watchdog._holds):
         runtime.current.watchdog.discard(hold)
-    engine.dispose()

@@ -56,12 +56,9 @@ Stock.objects.create(sku="42", left=8)
 from dblock.models import Lock
 assert not Lock.objects.filter(owner__isnull=False)
 """
-SQLALCHEMY = """
-from sqlalchemy import create_engine, text
-from sqlalchemy_dblock import metadata
-engine = create_engine("sqlite:///engine.sqlite3")
-metadata.create_all(engine)
-{example}
+SQLALCHEMY = f"""{test_site.SQLALCHEMY}
+from sqlalchemy import text
+{{example}}
 with engine.connect() as connection:
     assert not list(connection.execute(text("SELECT * FROM locks WHERE owner IS NOT NULL")))
 """
@@ -194,18 +191,13 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
     run(test_site.ELSEWHERE + template.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
-LEADER = """
-import asyncio
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy_dblock import create_tables
-async_engine = create_async_engine("sqlite+aiosqlite:///leader.sqlite3")
+LEADER = f"""{test_site.ASYNC}
 terms = []
 async def work(term):
     terms.append(term)
     await asyncio.sleep(60)
-{example}
+{{example}}
 async def main():
-    await create_tables(async_engine)
     leading = asyncio.create_task(lead())
     while not terms:
         await asyncio.sleep(0.01)
@@ -262,13 +254,9 @@ assert written[0][0] > 0 and lock.fence is None and set(lock.answers.values()) =
 """
 
 
-BEAT = """
+BEAT = f"""{test_site.SQLALCHEMY}
 from celery import Celery
-from sqlalchemy import create_engine
-from sqlalchemy_dblock import metadata
-engine = create_engine("sqlite:///beat.sqlite3")
-metadata.create_all(engine)
-{example}
+{{example}}
 beats = [Beat(Celery("shop", broker="memory://")) for _ in range(2)]
 assert beats[0].tick() > 0, "active"
 beats[0].close()
@@ -278,14 +266,10 @@ beats[1].close()
 """
 
 
-NOTEBOOK = """
+NOTEBOOK = f"""{test_site.SQLALCHEMY}
 import ast, threading, time, warnings
-from sqlalchemy import create_engine
-from sqlalchemy_dblock import create_tables, db_lock
-engine = create_engine("sqlite:///notebook.sqlite3")
-create_tables(engine)
 warnings.simplefilter("error")
-cell = compile({example!r}, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+cell = compile({{example!r}}, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 taken, lock = threading.Event(), db_lock(engine, "report")
 holder = threading.Thread(target=lambda: lock(lambda: (taken.set(), time.sleep(0.2)))())
 holder.start()

@@ -50,7 +50,7 @@ from dblock.core.wakeup.local_socket import CHANNEL
 from dblock.core.wakeup.registry import Message
 from dblock.operating.commands import running
 from sqlalchemy_dblock import attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.project.test_schema import apply, scratch
+from tests.project.test_schema import DJANGO, apply, scratch
 from tests.support.loaded import run
 from tests.support.pages import ROOT
 
@@ -381,13 +381,6 @@ def test_a_database_of_it_is_used(database: str, scratch: Engine) -> None:
 
 
 MIGRATED = """
-from django.conf import settings
-settings.configure(
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "old.sqlite3"}}, INSTALLED_APPS=["dblock"]
-)
-import django
-django.setup()
-from django.core.management import call_command
 call_command("migrate", "dblock", "0001", fake=True, verbosity=0)  # as 1.0.0 has noted it
 call_command("migrate", verbosity=0)
 call_command("makemigrations", check=True, dry_run=True, verbosity=0)
@@ -407,10 +400,10 @@ with db_lock("free", timeout=0):
 
 def test_django_migrates_a_database_of_it(tmp_path: Path) -> None:
     """`migrate` from 1.0.0's last migration on; then its tokens and its waiters are served."""
-    engine = create_engine(f"sqlite:///{tmp_path}/old.sqlite3")
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     tokens = fill(engine, "sqlite")
     engine.dispose()
-    told = run(f"token = {tokens['lock']!r}\n{MIGRATED}", tmp_path)
+    told = run(f"token = {tokens['lock']!r}\n{DJANGO}{MIGRATED}", tmp_path)
     assert re.search(r"migrated with [1-9]\d* events", told)
 
 

@@ -125,7 +125,7 @@ def test_sqlmigrate_prints_all_of_it(database: str, scratch: Engine) -> None:
     assert inspect(scratch).get_table_names() == []
 
 
-LATER = """
+DJANGO = """
 from django.conf import settings
 settings.configure(
     DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "locks.sqlite3"}}, INSTALLED_APPS=["dblock"]
@@ -133,6 +133,9 @@ settings.configure(
 import django
 django.setup()
 from django.core.management import call_command
+"""
+"""A program of a project whose database is `locks.sqlite3`."""
+LATER = """
 from dblock import db_lock
 call_command("migrate", "dblock", fake_initial=True)
 with db_lock("k") as lock:
@@ -144,4 +147,4 @@ def test_django_comes_later(tmp_path: Path, engine: Engine) -> None:
     """Its first migration takes the tables as they are, if it is told that they may be there."""
     metadata.create_all(engine)
     engine.dispose()
-    assert "taken True" in run(LATER, tmp_path)
+    assert "taken True" in run(DJANGO + LATER, tmp_path)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from django.db import connections
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, testing
-from tests.conftest import ALIASES, ready, run, url
+from tests.conftest import ALIASES, observer, ready, run
 from tests.support.remote import before
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
@@ -40,15 +40,12 @@ def in_django(database: str, body: Callable[[], None], taken: Callable[[Any], No
 
 
 def in_sqlalchemy(database: str, body: Callable[[], None], taken: Callable[[Any], None]) -> None:
-    engine = create_engine(url(database))
+    engine = observer(database)
     lock = sqlalchemy_dblock.db_lock(engine, "k", ttl=30)
     taken(lock)
-    try:
-        with lock.begin(engine) as connection:
-            connection.execute(text("INSERT INTO guarded VALUES (1)"))
-            body()
-    finally:
-        engine.dispose()
+    with lock.begin(engine) as connection:
+        connection.execute(text("INSERT INTO guarded VALUES (1)"))
+        body()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
