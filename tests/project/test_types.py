@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import ROOT
+
 PROGRAMS = Path(__file__).parent / "typed"
 
 MISTAKES = {
@@ -78,19 +80,21 @@ wrong: str = report(1).fence  # mistake
 }
 
 
+def said(directory: Path, *checker: str) -> str:
+    """What a type checker says of the programs."""
+    command = [sys.executable, "-m", *checker, *MISTAKES]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False).stdout
+
+
 def by_mypy(directory: Path) -> set[tuple[str, int]]:
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull, *MISTAKES]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    return {(file, int(line)) for file, line in re.findall(r"^([\w./]+):(\d+): error:", done.stdout, re.MULTILINE)}
+    cache = str(ROOT / ".build/mypy")  # of the libraries, which would be read anew each time
+    text = said(directory, "mypy", "--strict", "--config-file", os.devnull, "--cache-dir", cache)
+    return {(file, int(line)) for file, line in re.findall(r"^([\w./]+):(\d+): error:", text, re.MULTILINE)}
 
 
 def by_pyright(directory: Path) -> set[tuple[str, int]]:
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", *MISTAKES]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    return {
-        (Path(each["file"]).name, each["range"]["start"]["line"] + 1)
-        for each in json.loads(done.stdout)["generalDiagnostics"]
-    }
+    found = json.loads(said(directory, "pyright", "--pythonpath", sys.executable, "--outputjson"))
+    return {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found["generalDiagnostics"]}
 
 
 @pytest.mark.timeout(300)
