@@ -12,8 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from unittest.mock import Mock, patch
 
 import django
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from dblock.operating.commands import top as watching
 from tests import conftest
-from tests.browser.shop import Shop, opened
+from tests.browser.shop import opened
 from tests.browser.site import CHROMIUM, LIST, PERMISSIONS, chromium, family, served, session, world
 from tests.support.lab import ROOT
 
@@ -34,30 +33,29 @@ PICTURES = ROOT / "docs/pictures"
 MOST = 150_000
 """Bytes of a picture."""
 STOCK = f"{LIST}stock_3A42/"
-SHOTS: dict[str, dict[str, Any]] = {
-    "details": {"address": f"{STOCK}change/", "size": (1100, 960)},
-    "release": {"address": f"{STOCK}release/", "size": (1100, 660)},
-    "semaphore": {"address": f"{LIST}api_3Apayments/change/", "size": (1100, 860)},
-    "phone": {"address": LIST, "size": (390, 1000)},
-}
 
 
-WIDE, NARROW = (1200, 860), (390, 844)
-SHOP: list[tuple[str, str, tuple[int, int], bool]] = [
-    # name, address, size, whether the whole page is shown
-    ("shop", "/", WIDE, False),
-    ("shop-phone", "/", NARROW, False),
-    ("item", "/item/lamp/", WIDE, False),
-    ("item-phone", "/item/lamp/", NARROW, True),
-    ("rivals", "/rivals/", (1200, 980), False),
-    ("rivals-phone", "/rivals/", NARROW, True),
-    ("back-room", "/back-room/", WIDE, False),
-    ("back-room-phone", "/back-room/", NARROW, True),
-    ("tasks", "/tasks/", (1200, 960), False),
-    ("tasks-phone", "/tasks/", (390, 1400), False),
+class Shot(NamedTuple):
+    """A picture: its name, and what it shows."""
+
+    name: str
+    address: str
+    size: tuple[int, int]
+    scheme: Literal["light", "dark"] = "light"
+
+
+ADMIN = [
+    Shot("details", f"{STOCK}change/", (1100, 960)),
+    Shot("release", f"{STOCK}release/", (1100, 660)),
+    Shot("semaphore", f"{LIST}api_3Apayments/change/", (1100, 860)),
+    Shot("phone", LIST, (390, 1000)),
 ]
-"""Each in light and in dark, to be looked at in `.build/pictures`; the docs show some."""
-IN_DOCS = ("shop", "rivals", "rivals-dark", "back-room-dark")
+SHOP = [
+    Shot("shop", "/", (1200, 860)),
+    Shot("rivals", "/rivals/", (1200, 980)),
+    Shot("rivals-dark", "/rivals/", (1200, 980), "dark"),
+    Shot("back-room-dark", "/back-room/", (1200, 860), "dark"),
+]
 
 
 def stand_still(connection: Any, **_: Any) -> None:
@@ -76,22 +74,19 @@ def stand_still(connection: Any, **_: Any) -> None:
         connection.connection.create_function(function, -1, at(function))
 
 
-def shoot(browser: Browser, site: str, cookie: str) -> None:
-    """The pages of the admin."""
-    for name, shot in SHOTS.items():
-        width, height = shot["size"]
+def shoot(browser: Browser, site: str, shots: list[Shot], cookie: str = "") -> None:
+    """Pages of the shop; with a cookie, those of the admin at NOW."""
+    for name, address, (width, height), scheme in shots:
+        viewport: Any = {"width": width, "height": height}
         context = browser.new_context(
-            base_url=site,
-            viewport={"width": width, "height": height},
-            color_scheme=shot.get("color_scheme", "light"),
-            locale="en-GB",
-            timezone_id="UTC",
+            base_url=site, viewport=viewport, color_scheme=scheme, locale="en-GB", timezone_id="UTC"
         )
-        context.add_cookies([{"name": "sessionid", "value": cookie, "url": site}])
-        context.add_init_script("localStorage.setItem('django.admin.navSidebarIsOpen', 'false')")
         page = context.new_page()
-        page.clock.set_fixed_time(NOW)
-        page.goto(shot["address"])
+        if cookie:
+            context.add_cookies([{"name": "sessionid", "value": cookie, "url": site}])
+            page.add_init_script("localStorage.setItem('django.admin.navSidebarIsOpen', 'false')")
+            page.clock.set_fixed_time(NOW)
+        page.goto(address)
         save(page, name)
         context.close()
 
@@ -109,9 +104,9 @@ def shoot_terminal(browser: Browser) -> None:
     save(page, "top")
 
 
-def shoot_shop(browser: Browser, shop: Shop) -> None:
-    """The shop, after a race, some tasks, some sales and the death of a leader."""
-    page = browser.new_page(base_url=shop.address)
+def shoot_shop(browser: Browser, shop: str) -> None:
+    """The shop, after a race, some sales and the death of a leader."""
+    page = browser.new_page(base_url=shop)
     page.goto("/back-room/")
     leader = page.locator("[data-pid]")
     first = leader.inner_text()
@@ -123,26 +118,13 @@ def shoot_shop(browser: Browser, shop: Shop) -> None:
     for till in ("Buy one", "Buy at the market stall"):
         page.goto("/item/lamp/")
         page.get_by_role("button", name=till).click()
-    page.goto("/tasks/")
-    for policy in ("queue", "raise", "skip", "retry"):
-        page.get_by_role("button", name=f"Send three with {policy}").click()
-    expect(page.locator("#sent").locator(".pending, .started, .retry")).to_have_count(0, timeout=30_000)
-    for name, address, (width, height), full in SHOP:
-        for scheme in ("light", "dark"):
-            context = browser.new_context(
-                base_url=shop.address, viewport={"width": width, "height": height}, color_scheme=scheme
-            )
-            page = context.new_page()
-            page.goto(address)
-            named = f"{name}-dark" if scheme == "dark" else name
-            save(page, named, PICTURES if named in IN_DOCS else ROOT / ".build/pictures", full_page=full)
-            context.close()
+    shoot(browser, shop, SHOP)
 
 
-def save(page: Page, name: str, folder: Path = PICTURES, *, full_page: bool = False) -> None:
+def save(page: Page, name: str) -> None:
     """What the page shows, as a file that is not too large for docs."""
-    path = folder / f"{name}.png"
-    picture = page.screenshot(path=path, animations="disabled", caret="hide", full_page=full_page)
+    path = PICTURES / f"{name}.png"
+    picture = page.screenshot(path=path, animations="disabled", caret="hide")
     assert len(picture) < MOST, f"{name}.png has {len(picture)} bytes"
     print(f"{path.relative_to(ROOT)}  {len(picture) / 1000:.0f} kB")  # noqa: T201
 
@@ -169,7 +151,7 @@ def shoot_all_of_admin() -> None:
     cookie = session("ann", *PERMISSIONS)
     now = patch("django.template.defaulttags.datetime", Mock(now=lambda **_: NOW))  # {% now %}
     with override_settings(TIME_ZONE="UTC"), now, served() as site, chromium() as browser:
-        shoot(browser, site, cookie)
+        shoot(browser, site, ADMIN, cookie)
         shoot_terminal(browser)
 
 
