@@ -33,13 +33,12 @@ from tests.support.pages import block
 # -- ls, show
 
 
-def test_djangos_own_options_stand_behind_the_command_too(one: Shell) -> None:
+@pytest.mark.parametrize("shell", [EACH[0]], indirect=True, ids=str)
+def test_djangos_own_options_stand_behind_the_command_too(shell: Shell) -> None:
     """As everywhere in Django."""
-    if one.face != "django":
-        pytest.skip("has none")
     behind = ("--settings", "tests.settings", "--pythonpath", ".", "--traceback", "--no-color", "-v", "0")
-    assert one("ls", *behind).stdout == "no lock is held\n"
-    assert one("ls", "-v", "7").returncode == 2
+    assert shell("ls", *behind).stdout == "no lock is held\n"
+    assert shell("ls", "-v", "7").returncode == 2
 
 
 def test_ls_lists_who_holds_what(shell: Shell) -> None:
@@ -70,10 +69,9 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
         assert shell("ls", "stock:[5-9]*").stdout == "no lock that fits 'stock:[5-9]*' is held\n"
 
 
+@pytest.mark.parametrize("shell", [each for each in EACH if each.face == "sqlalchemy"], indirect=True, ids=str)
 def test_show_tells_what_happened(shell: Shell) -> None:
     """Where a history is kept; the latest first, in words and as JSON."""
-    if shell.face != "sqlalchemy":
-        pytest.skip("it is the same command")
     engine = create_engine(url(shell.database), execution_options={"dblock_history": 100})
     try:
         with db_lock(engine, "k", label="tea\x1b[2J"):

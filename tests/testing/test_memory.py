@@ -59,11 +59,9 @@ def elsewhere(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result(20)
 
 
-def hold(lock: Any, seconds: float = 0.0) -> int:
+def hold(lock: Any) -> int:
     with lock:
-        time.sleep(seconds)
-        fence: int = lock.fence
-        return fence
+        return int(lock.fence)
 
 
 @contextlib.contextmanager
