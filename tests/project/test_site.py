@@ -56,10 +56,6 @@ def elsewhere(key, function, lock):
         thread.join()
     return found[0]
 """
-BEFORE = {
-    "case-rate": "sent = []\nmail = sent.append",
-}
-"""What an example relies on."""
 CHECKS = {
     "case-checkout": """
 from types import SimpleNamespace
@@ -126,6 +122,8 @@ with Session() as session:
     assert sorted(session.scalars(text("SELECT batch FROM items"))) == [1, 2, 3]
 """,
     "case-rate": """
+sent = []
+mail = sent.append
 assert [send_reset_link(to) for to in "aab"] == ["sent", "already sent", "sent"]
 assert sent == ["a", "b"]
 """,
@@ -185,7 +183,7 @@ def example(name: str) -> str:
 
 def each(names: list[str]) -> str:
     """A program that runs these examples, each in a namespace of its own, with its check."""
-    parts = {name: "\n".join([BEFORE.get(name, ""), example(name), CHECKS[name]]) for name in names}
+    parts = {name: example(name) + CHECKS[name] for name in names}
     return f"""
 {ELSEWHERE}
 shared = dict(globals())
