@@ -19,6 +19,7 @@ import pytest
 import dblock
 import sqlalchemy_dblock
 from scripts import dist
+from tests.support.loaded import run
 from tests.support.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -80,7 +81,7 @@ _CONFIGURED = f"from django.conf import settings; settings.configure(INSTALLED_A
     ],
     ids=["not configured", "configured", "set up"],
 )
-def test_tools_that_read_every_attribute(prepare: str, missing: list[str]) -> None:
+def test_tools_that_read_every_attribute(prepare: str, missing: list[str], tmp_path: Path) -> None:
     """`dir` lists what can be resolved, so that such tools work before Django is configured; the rest says why not."""
     code = f"""
 import importlib, inspect, os, pkgutil, sys, time
@@ -112,7 +113,7 @@ else:
     print(missing, len(ours) > 100)
 """
     why = {"pass": "ImproperlyConfigured "}.get(prepare, "AppRegistryNotReady " if missing else "")
-    assert python(code) == f"{missing} {why}True"
+    assert run(code, tmp_path) == f"{missing} {why}True\n"
 
 
 def test_imports_are_cheap() -> None:
