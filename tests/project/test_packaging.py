@@ -45,12 +45,16 @@ def python(code: str) -> str:
     ],
 )
 def test_imports_stay_apart(module: str, forbidden: tuple[str, ...]) -> None:
-    """Neither face imports the other's framework, and the core imports none.
-
-    So it is of `dblock.cli`, see below, and of `dblock.pytest_plugin`, see `tests.testing.test_users`.
-    """
+    """Neither face imports the other's framework, and the core imports none. (`dblock.cli`: see below.)"""
     loaded = python(f"import sys; import {module}; print([name for name in {forbidden!r} if name in sys.modules])")
     assert loaded == "[]"
+
+
+def test_the_plugin_for_pytest_is_cheap() -> None:
+    """Where no test asks for its fixtures, it costs one small module and dblock's own, and no framework is imported."""
+    loaded = {*python("import sys, dblock.pytest_plugin; print(*sys.modules)").split()}
+    assert {name for name in loaded if "dblock" in name} == {"dblock", "dblock.pytest_plugin"}
+    assert not loaded & {"django", "sqlalchemy", "celery"}
 
 
 def test_without_django_it_points_to_the_other_face() -> None:

@@ -257,16 +257,3 @@ def test_the_pages_examples(tmp_path: Path) -> None:
     (tmp_path / "test_by_unittest.py").write_text(block("docs/testing.md", "testing-unittest"))
     told = suite(tmp_path, *PYTEST, DJANGO_SETTINGS_MODULE="site_settings")
     assert "6 passed" in told, told
-
-
-def test_the_plugin_is_cheap(tmp_path: Path) -> None:
-    """Where nobody uses it, it costs one small module and dblock's own, and neither framework is imported."""
-    (tmp_path / "test_none.py").write_text("""
-import sys
-def test_none():
-    assert "dblock.pytest_plugin" in sys.modules
-    ours = {name for name in sys.modules if name.split(".")[0] in {"dblock", "sqlalchemy_dblock"}}
-    assert ours == {"dblock", "dblock.pytest_plugin"}, ours
-    assert not {"django", "sqlalchemy", "celery"} & {*sys.modules}
-""")
-    _ = suite(tmp_path, *PYTEST, "-p", "no:django")
