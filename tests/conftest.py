@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -31,9 +32,11 @@ from tests.support.servers import (
     MySQL,
     PgBouncer,
     PostgreSQL,
+    S,
     Server,
     free_port,
     remove_leftovers,
+    running,
 )
 
 MYSQL_URL = os.environ.get("MYSQL_URL", "")
@@ -267,27 +270,20 @@ def _empty(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgreSQL]:
     """A PostgreSQL server with the table, made by Django's migration; with POOLER, PgBouncer is before it."""
-    server = PostgreSQL()
-    pooler = PgBouncer(server) if POOLER else None
-    front = pooler or server
-    front.port = int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])
-    try:
-        for each in (server, pooler):
-            if each is not None:
-                each.prepare()
-                each.start()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(PostgreSQL) if POOLER else _known("postgresql", PostgreSQL))
+        if POOLER:
+            _ = stack.enter_context(_known("postgresql", lambda: PgBouncer(server)))
         _migrate("postgresql")
         yield server
-    finally:
-        if pooler is not None:
-            pooler.close()
-        server.close()
 
 
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariaDB]:
     """A MariaDB server with the table, made by Django's migration."""
-    with _innodb(MariaDB, "mariadb") as server:
+    with _known("mariadb", MariaDB) as server:
+        server.create_database(f"dblock_tests{_worker}")
+        _migrate("mariadb")
         yield server
 
 
@@ -295,7 +291,9 @@ def mariadb() -> Iterator[MariaDB]:
 def mysql() -> Iterator[None]:
     """A server of MySQL itself with the table, made by Django's migration; or a database of ours on MYSQL_URL's."""
     if not MYSQL_URL:
-        with _innodb(MySQL, "mysql"):
+        with _known("mysql", MySQL) as server:
+            server.create_database(f"dblock_tests{_worker}")
+            _migrate("mysql")
             yield
         return
     where = urlsplit(MYSQL_URL)
@@ -311,18 +309,9 @@ def mysql() -> Iterator[None]:
         engine.dispose()
 
 
-@contextlib.contextmanager
-def _innodb(make: Callable[[], MariaDB], name: str) -> Iterator[MariaDB]:
-    server = make()
-    server.port = int(os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"])
-    try:
-        server.prepare()
-        server.start()
-        server.create_database(f"dblock_tests{_worker}")
-        _migrate(name)
-        yield server
-    finally:
-        server.close()
+def _known(name: str, make: Callable[[], S]) -> AbstractContextManager[S]:
+    """A running server at the port that the settings have for it."""
+    return running(make, int(os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"]))
 
 
 @pytest.fixture(params=DATABASES)

@@ -261,7 +261,7 @@ def test_a_proxy_sends_reads_to_the_standby(settings: tuple[str, ...]) -> None:
             engine = create_engine(url)
             with engine.begin() as connection:
                 connection.execute(text("CREATE TABLE stock AS SELECT 1 AS unguarded, 2 AS guarded"))
-            assert until(lambda: pair.ask(replica, "SELECT 1 FROM pg_class WHERE relname = 'stock'"))
+            assert until(lambda: replica.ask("SELECT 1 FROM pg_class WHERE relname = 'stock'"))
             with db_lock(engine, "k") as lock:
                 with engine.begin() as connection:
                     connection.execute(text("SELECT unguarded FROM stock"))

@@ -7,8 +7,9 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, text
-from sqlalchemy.exc import DBAPIError
+import psycopg
+import pymysql
+from sqlalchemy import Engine, create_engine
 
 from dblock.core import runtime
 from dblock.core.runtime import current_flow
@@ -30,6 +31,7 @@ SOON = {
     "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
 }
 """So many seconds from now, in SQL."""
+Asked = PostgreSQL | MariaDB
 
 
 @contextlib.contextmanager
@@ -75,7 +77,7 @@ def logged(kind: type[MariaDB], number: int) -> type[MariaDB]:
 class Pair:
     """A primary with tables, and a replica that follows it at once."""
 
-    def __init__(self, kind: str, primary: Server, replica: Server) -> None:
+    def __init__(self, kind: str, primary: Asked, replica: Asked) -> None:
         self.kind, self.primary, self.replica = kind, primary, replica
         self._engines = list[Engine]()
 
@@ -94,52 +96,43 @@ class Pair:
 
     def has(self, key: str) -> bool:
         """Whether the replica has the latest row of that key."""
-        sql = "SELECT fence, count FROM locks WHERE lock_key = :key"
-        with contextlib.suppress(DBAPIError):  # the table has not come yet
-            return self.ask(self.replica, sql, key=key) == self.ask(self.primary, sql, key=key) != []
+        table = "locks" if self.kind == "postgresql" else "mysql.locks"
+        sql = f"SELECT fence, count FROM {table} WHERE lock_key = '{key}'"
+        with contextlib.suppress(psycopg.Error, pymysql.MySQLError):  # the table has not come yet
+            rows = self.replica.ask(sql)
+            return bool(rows) and rows == self.primary.ask(sql)
         return False
-
-    def ask(self, server: Server, sql: str, **parameters: Any) -> list[Any]:
-        """The rows that a server answers with, over a connection of its own; none without a table, as yet."""
-        engine = create_engine(URLS[self.kind].format(server.port))
-        try:
-            with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-                found = connection.execute(text(sql), parameters)
-                return list(found.all()) if found.returns_rows else []
-        finally:
-            engine.dispose()
 
     def cut(self) -> None:
         """From now on nothing comes to the replica."""
-        if self.kind == "postgresql":
-            self.ask(self.replica, "ALTER SYSTEM SET primary_conninfo = ''")
-            self.ask(self.replica, "SELECT pg_reload_conf()")
-            assert until(lambda: not self.ask(self.replica, "SELECT 1 FROM pg_stat_wal_receiver"))
+        if isinstance(self.replica, PostgreSQL):
+            self.replica.alter("SET primary_conninfo = ''")
+            assert until(lambda: not self.replica.ask("SELECT 1 FROM pg_stat_wal_receiver"))
         else:
-            self.ask(self.replica, "STOP SLAVE" if self.kind == "mariadb" else "STOP REPLICA")
+            self.replica.ask("STOP SLAVE" if self.kind == "mariadb" else "STOP REPLICA")
 
     def promote(self) -> None:
         """The primary dies, and the replica takes its place."""
         self.primary.stop(signal.SIGKILL)
         if self.kind == "postgresql":
-            assert self.ask(self.replica, "SELECT pg_promote(true, 30)") == [(True,)]
+            assert self.replica.ask("SELECT pg_promote(true, 30)") == [(True,)]
         else:
             self.cut()
-            self.ask(self.replica, "RESET SLAVE ALL" if self.kind == "mariadb" else "RESET REPLICA ALL")
+            self.replica.ask("RESET SLAVE ALL" if self.kind == "mariadb" else "RESET REPLICA ALL")
 
 
 def _follow(pair: Pair) -> None:
     host, port = "127.0.0.1", pair.primary.port
     if pair.kind == "mariadb":
         source = f"MASTER_HOST='{host}', MASTER_PORT={port}, MASTER_USER='root', MASTER_USE_GTID=slave_pos"
-        pair.ask(pair.replica, f"CHANGE MASTER TO {source}, MASTER_CONNECT_RETRY=1")
-        pair.ask(pair.replica, "START SLAVE")
+        pair.replica.ask(f"CHANGE MASTER TO {source}, MASTER_CONNECT_RETRY=1")
+        pair.replica.ask("START SLAVE")
     elif pair.kind == "mysql":
-        [(log, position, *_)] = pair.ask(pair.primary, "SHOW BINARY LOG STATUS")
+        [(log, position, *_)] = pair.primary.ask("SHOW BINARY LOG STATUS")
         source = f"SOURCE_HOST='{host}', SOURCE_PORT={port}, SOURCE_USER='root', SOURCE_SSL=0, GET_SOURCE_PUBLIC_KEY=1"
         where = f"SOURCE_LOG_FILE='{log}', SOURCE_LOG_POS={position}"
-        pair.ask(pair.replica, f"CHANGE REPLICATION SOURCE TO {source}, {where}, SOURCE_CONNECT_RETRY=1")
-        pair.ask(pair.replica, "START REPLICA")
+        pair.replica.ask(f"CHANGE REPLICATION SOURCE TO {source}, {where}, SOURCE_CONNECT_RETRY=1")
+        pair.replica.ask("START REPLICA")
 
 
 @contextlib.contextmanager
@@ -148,28 +141,21 @@ def pair_of(kind: str, *, synchronous: bool = False, ahead: float = 0.0) -> Iter
 
     `ahead`: seconds by which the replica's clock is ahead of the primary's.
     """
-
-    def following(make: Callable[[], Server]) -> Server:
-        server = make()
-        server.ahead = ahead
-        return server
-
-    primary: Server
-    replica: Server
     with contextlib.ExitStack() as stack:
+        primary: Asked
+        replica: Asked
         if kind == "postgresql":
-            first = stack.enter_context(running(PostgreSQL))
-            primary, replica = first, stack.enter_context(running(lambda: following(lambda: Standby(first))))
+            primary = first = stack.enter_context(running(PostgreSQL))
+            replica = Standby(first)
         else:
             make = {"mariadb": MariaDB, "mysql": MySQL}[kind]
-            primary = stack.enter_context(running(logged(make, 1)))
-            replica = stack.enter_context(running(lambda: following(logged(make, 2))))
-        pair = Pair(kind, primary, replica)
+            primary, replica = stack.enter_context(running(logged(make, 1))), logged(make, 2)()
+        replica.ahead = ahead
+        pair = Pair(kind, primary, stack.enter_context(running(lambda: replica)))
         _ = stack.callback(pair.close)
         _follow(pair)
         if synchronous:  # the standby, which has been copied, will not wait for another one
-            pair.ask(primary, "ALTER SYSTEM SET synchronous_standby_names = '*'")
-            pair.ask(primary, "SELECT pg_reload_conf()")
-            assert until(lambda: pair.ask(primary, "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"))
+            first.alter("SET synchronous_standby_names = '*'")
+            assert until(lambda: first.ask("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"))
         make_tables(URLS[kind].format(primary.port))
         yield pair

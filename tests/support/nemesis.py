@@ -29,7 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,6 +165,11 @@ class Member:
         """What the history calls it."""
         return self.name.split()[0]
 
+    @property
+    def known(self) -> str:
+        """What the settings call it, to which a node is a MariaDB server."""
+        return "mariadb" if self.database == "galera" else self.database
+
     def close(self) -> None:
         """End its servers."""
         for each in (self.standby, self.server):
@@ -180,7 +185,7 @@ class Member:
         return f"{names[self.name]} {re.split('[ -]', version)[0]}"
 
     def insist(self, sql: str) -> list[Any]:
-        """The same; until the server, which may have to recover, has done it."""
+        """Run a statement until the server, which may have to recover, has done it."""
         ended = clock.now() + 60
         while True:
             try:
@@ -188,17 +193,18 @@ class Member:
             except DBAPIError:
                 if clock.now() > ended:
                     raise
-                if (
-                    self.server is not None
-                    and self.server.process is not None
-                    and self.server.process.poll() is not None
-                ):
+                if self.server is not None and self.server.has_ended():
                     self.server.start()  # it gave up when its disk was full
                 time.sleep(0.05)
 
-    def run(self, sql: str, **given: Any) -> list[Any]:
+    def alter(self, what: str) -> None:
+        """Change a setting of PostgreSQL."""
+        for each in (f"ALTER SYSTEM {what}", "SELECT pg_reload_conf()"):
+            _ = self.insist(each)
+
+    def run(self, sql: str) -> list[Any]:
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            found = connection.execute(text(sql), given)
+            found = connection.execute(text(sql))
             return [tuple(row) for row in found] if found.returns_rows else []
 
 
@@ -238,19 +244,10 @@ class Result:
 
     def plus(self, other: Result) -> Result:
         """Both, which were side by side."""
-        return Result(
-            self.seed,
-            self.operations + other.operations,
-            self.outcomes + other.outcomes,
-            self.tenures + other.tenures,
-            self.grants + other.grants,
-            self.faults + other.faults,
-            [*self.violations, *other.violations],
-            max(self.seconds, other.seconds),
-            self.cpu + other.cpu,
-            self.versions | other.versions,
-            self.failure + other.failure,
-        )
+        names = ("operations", "outcomes", "tenures", "grants", "faults", "violations", "cpu", "failure")
+        added = {name: getattr(self, name) + getattr(other, name) for name in names}
+        longer, versions = max(self.seconds, other.seconds), self.versions | other.versions
+        return replace(self, seconds=longer, versions=versions, **added)
 
     def count(self, operations: Sequence[Operation]) -> None:
         """Add those of a round."""
@@ -384,9 +381,8 @@ class World:
             server.create_database(str(url("mariadb")).split("/")[-1].split("?")[0])
         member.proxy = stack.enter_context(Proxy(free_port(), server.port))
         member.proxy.counting_new = False
-        known = member.database if member.database != "galera" else "mariadb"
-        port = os.environ[f"DBLOCK_TEST_{known.upper()}_PORT"]
-        member.place = url(known).replace(f":{port}/", f":{server.port}/")
+        port = os.environ[f"DBLOCK_TEST_{member.known.upper()}_PORT"]
+        member.place = url(member.known).replace(f":{port}/", f":{server.port}/")
 
     def _join(self, first: Galera, stack: contextlib.ExitStack) -> None:
         """Make a cluster of a node: another one, and an arbitrator, so that either may fail."""
@@ -404,8 +400,7 @@ class World:
         if self.standby == "synchronous":
             state = "SELECT 1 FROM pg_stat_replication WHERE state = 'streaming'"
             assert until(lambda: member.insist(state), 60)
-            _ = member.insist("ALTER SYSTEM SET synchronous_standby_names = '*'")
-            _ = member.insist("SELECT pg_reload_conf()")
+            member.alter("SET synchronous_standby_names = '*'")
 
     def _server(self, name: str) -> Server:
         kinds: dict[str, Callable[[], Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL}
@@ -423,10 +418,8 @@ class World:
         found = {**os.environ, "DBLOCK_TEST_SQLITE": f"{self.disk}/locks.sqlite3"}
         for each in self.members.values():
             if each.proxy is not None and each.name != NODES[1 - node]:
-                # To Django a node is a MariaDB server.
-                for name in (each.database, "mariadb") if each.database == "galera" else (each.name,):
-                    for kind in ("PORT", "WIRE"):
-                        found[f"DBLOCK_TEST_{name.upper()}_{kind}"] = str(each.proxy.port)
+                for kind in ("PORT", "WIRE"):
+                    found[f"DBLOCK_TEST_{each.known.upper()}_{kind}"] = str(each.proxy.port)
         return found
 
     # -- a round
@@ -656,7 +649,7 @@ def _down(world: World, member: Member, stop: Callable[[Server], None]) -> Struc
     stop(server)
 
     def is_back() -> bool:
-        if server.process is None or server.process.poll() is not None:  # as who manages services starts it again
+        if server.process is None or server.has_ended():  # as who manages services starts it again
             with contextlib.suppress(RuntimeError) if isinstance(server, Galera) else contextlib.nullcontext():
                 server.start()
         return server.ready()
@@ -692,9 +685,7 @@ def promoted(world: World, member: Member) -> Struck | None:
     assert proxy is not None
     there = member.place.replace(f":{primary.port}/", f":{standby.port}/")
     if world.standby == "asynchronous":
-        new = Member(member.name, place=there)
-        _ = new.insist("ALTER SYSTEM SET primary_conninfo = ''")
-        _ = new.insist("SELECT pg_reload_conf()")
+        Member(member.name, place=there).alter("SET primary_conninfo = ''")
         time.sleep(world.chance.uniform(0.0, 0.3))
     proxy.refusing = True
     proxy.cut()
@@ -712,14 +703,8 @@ def read_only(world: World, member: Member) -> Struck | None:
     if member.name == "postgresql":
         if world.filler.exists():
             return None
-        for each in ("ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()"):
-            _ = member.insist(each)
-
-        def writable() -> None:
-            for each in ("ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()"):
-                _ = member.insist(each)
-
-        return Struck("", member.name, seconds, writable)
+        member.alter("SET default_transaction_read_only = on")
+        return Struck("", member.name, seconds, lambda: member.alter("RESET default_transaction_read_only"))
     try:
         session = member.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
     except DBAPIError:  # of a node that has left its cluster
@@ -821,7 +806,8 @@ def run(
         kept: list[Operation] = []
         while (count := result.operations.total()) < operations and goes_on(count):
             try:
-                found, finals = world.round(min(ROUND, operations - count), functools.partial(_sum, goes_on, count))
+                so_many = min(ROUND, operations - count)
+                found, finals = world.round(so_many, lambda more, past=count: goes_on(past + more))
             except Exception:
                 if keep is None:
                     raise
@@ -839,10 +825,6 @@ def run(
             kept = _latest([*kept, *found])
     result.seconds, result.cpu = clock.now() - began, _cpu() - before
     return result
-
-
-def _sum(goes_on: Callable[[int], bool], past: int, more: int) -> bool:
-    return goes_on(past + more)
 
 
 def _latest(operations: Sequence[Operation]) -> list[Operation]:

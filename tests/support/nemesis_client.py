@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ import django
 import sqlalchemy.exc
 from django.conf import settings
 from django.db import connections, transaction
-from sqlalchemy import create_engine, text
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy import text
 
 import dblock
 import sqlalchemy_dblock
@@ -40,15 +40,12 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.observing.events import Kind as Event
 from dblock.core.protocol import queue
 from dblock.core.protocol.steps import Steps
-from tests.conftest import ALIASES as PLAIN
-from tests.conftest import url
+from tests.conftest import ALIASES
 from tests.support import majorities
 from tests.support.history import Kind, Recorder
 from tests.support.servers import end_with_parent
-from tests.support.subjects import at_once
+from tests.support.subjects import Subject, at_once
 
-ALIASES = PLAIN | {"galera": "mariadb"}
-DRIVERS = majorities.DRIVERS | {"galera": "aiomysql"}
 TTL = 1.0
 PERMITS = 3
 QUARANTINE = 3.0
@@ -118,17 +115,34 @@ async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+class Closed(Subject):
+    """A subject whose keys are closed for so long after a promotion."""
+
+    @cached_property
+    def engine(self) -> Any:
+        return self._made(execution_options={"dblock_failover_quarantine": QUARANTINE})
+
+    @classmethod
+    def of(cls, variant: str, face: str, database: str) -> Closed:
+        """Of a database; a node of a cluster is a MariaDB server to it."""
+        known = "mariadb" if database == "galera" else database
+        return cls(variant, face, known, majorities.DRIVERS[known] if face == "async" else "")
+
+
 class Flow:
     """A client: one face on one database, or the majority lock."""
 
     def __init__(self, name: str, databases: list[str], seed: int, path: Path, over: threading.Event) -> None:
         self.name, self._recorder = name, Recorder(path, name)
         self.note = self._recorder.note
-        self.variant, self.face, self.driver = (*name.split(".")[1].split("-")[1:], "")[:3]
         self.databases, self.chance, self.over = databases, random.Random(seed), over
         self.database = databases[0]
-        self.alias = ALIASES[self.database]
-        self._engines: list[Any] = []
+        self.variant, self.face = name.split("-")[1:]
+        self.subjects = [Closed.of(self.variant, self.face, each) for each in databases]
+        self.subject = self.subjects[0]
+
+    def method(self, lock: Any, name: str) -> Callable[..., Any]:
+        return getattr(lock, self.subject.method(name))  # type: ignore[no-any-return]
 
     async def did(self, name: str, key: str, call: Callable[[], Any], **more: Any) -> bool:
         """Make a call and record it with its outcome (a take that succeeds: later); whether it succeeded."""
@@ -146,37 +160,6 @@ class Flow:
         if not (name == "take" and outcome == "ok"):
             _ = self.note(name=name, key=key, begin=begin, end=clock.now(), outcome=outcome, **more)
         return outcome == "ok"
-
-    # -- the faces
-
-    @property
-    def engines(self) -> list[Any]:
-        if not self._engines:
-            options: dict[str, Any] = {"execution_options": {"dblock_failover_quarantine": QUARANTINE}}
-            for each in self.databases:
-                if self.face == "async":
-                    self._engines.append(create_async_engine(url(each, DRIVERS[each]), **options))
-                else:
-                    self._engines.append(create_engine(url(each), **options))
-        return self._engines
-
-    def make(self, name: str, *given: Any, **options: Any) -> Any:
-        """A lock of some kind."""
-        several = name == "db_quorum_lock"
-        if self.variant == "django":
-            using: Any = [ALIASES[each] for each in self.databases] if several else self.alias
-            return getattr(dblock, name)(*given, using=using, **options)
-        return getattr(sqlalchemy_dblock, name)(self.engines if several else self.engines[0], *given, **options)
-
-    def method(self, lock: Any, name: str) -> Callable[..., Any]:
-        twin = (self.variant, self.face) == ("django", "async")
-        return getattr(lock, f"a{name}" if twin else name)  # type: ignore[no-any-return]
-
-    async def nap(self, seconds: float) -> None:
-        if self.face == "async":
-            await asyncio.sleep(seconds)
-        else:
-            time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
 
     # -- a tenure
 
@@ -206,9 +189,9 @@ class Flow:
             elif what < 0.4 and hasattr(lock, "extend"):
                 _ = await self.did("extend", self.key(tenures[0][0]), self.method(lock, "extend"))
             else:
-                await self.nap(self.chance.choice((0.0, 0.0, 0.0, 0.001, 0.004)))
+                await self.subject.pause(self.chance.choice((0.0, 0.0, 0.0, 0.001, 0.004)))
             if self.chance.random() < 0.001:
-                await self.nap(1.5 * TTL)  # the lease is renewed
+                await self.subject.pause(1.5 * TTL)  # the lease is renewed
             held = clock.now()
             lock.check()
             for name in names:
@@ -224,7 +207,7 @@ class Flow:
         """Take, hold and release a lock, `body` being done while it is held."""
         begin, key = clock.now(), self.key(getattr(lock, "key", None) or lock.keys[0])
         if not await self.did("take", key, self.method(lock, "acquire"), kind=more.pop("kind", "exclusive")):
-            await self.nap(0.002)
+            await self.subject.pause(0.002)
             return
         try:
             await self.hold(lock, tenures(), begin, **more)
@@ -242,7 +225,7 @@ class Flow:
 
     async def lock(self, key: str = "") -> None:
         key, fair = key or f"cold {self.chance.randrange(COLD)}", self.chance.random() < 0.9
-        lock = self.make("db_lock", key, fair=fair, **self.timed())
+        lock = self.subject.api("db_lock", key, fair=fair, **self.timed())
         await self.within(lock, lambda: [(key, "exclusive", lock.fence, 0)], barging=not fair)
 
     async def hot(self) -> None:
@@ -250,7 +233,7 @@ class Flow:
 
     async def write(self) -> None:
         """Read a counter, add one, and be a member of a set, in a guarded transaction."""
-        lock = self.make("db_lock", "w", **self.timed())
+        lock = self.subject.api("db_lock", "w", **self.timed())
 
         async def body() -> None:
             begin, fence = clock.now(), lock.fence
@@ -269,7 +252,7 @@ class Flow:
 
     async def sqlalchemy_transaction(self, lock: Any, name: str, read: list[int]) -> Any:
         """Yields what the outcome is if the next step fails."""
-        connection = await settled(self.engines[0].connect())
+        connection = await settled(self.subject.engine.connect())
         try:
             _ = await settled(connection.begin())
             try:
@@ -291,9 +274,9 @@ class Flow:
 
     async def django_transaction(self, lock: Any, name: str, read: list[int]) -> Any:
         """The same."""
-        with transaction.atomic(self.alias):
+        with transaction.atomic(self.subject.alias):
             lock.guard()
-            with connections[self.alias].cursor() as cursor:
+            with connections[self.subject.alias].cursor() as cursor:
                 cursor.execute(f"SELECT n FROM {COUNTER}")
                 read[0] = cursor.fetchone()[0]
                 cursor.execute(f"UPDATE {COUNTER} SET n = %s", [read[0] + 1])
@@ -302,12 +285,12 @@ class Flow:
         yield "ok"
 
     async def read(self) -> None:
-        lock = self.make("db_rwlock", "rw", **self.timed()).read()
+        lock = self.subject.api("db_rwlock", "rw", **self.timed()).read()
         await self.within(lock, lambda: [("rw", "reader", lock.fence, 0)], kind="reader")
 
     async def modify(self) -> None:
         """Write; and sometimes read on."""
-        lock = self.make("db_rwlock", "rw", **self.timed()).write()
+        lock = self.subject.api("db_rwlock", "rw", **self.timed()).write()
 
         async def body() -> None:
             if self.chance.random() < 0.5:
@@ -318,11 +301,11 @@ class Flow:
         await self.within(lock, lambda: [("rw", "writer", lock.fence, 0)], body, kind="writer")
 
     async def permits(self) -> None:
-        semaphore = self.make("db_semaphore", "s", PERMITS, **self.timed())
+        semaphore = self.subject.api("db_semaphore", "s", PERMITS, **self.timed())
         n, begin = self.chance.choice((1, 1, 2)), clock.now()
         acquire = self.method(semaphore, "acquire")
         if not await self.did("take", self.key("s"), lambda: acquire(n=n), kind="permit"):
-            await self.nap(0.002)
+            await self.subject.pause(0.002)
             return
         try:
             await self.hold(_All(held := list(semaphore.held)), [("s", "permit", p.fence, p.slot) for p in held], begin)
@@ -333,11 +316,11 @@ class Flow:
             _ = await self.did("release", self.key("s"), lambda: release(n))
 
     async def several(self) -> None:
-        locks = self.make("db_locks", *self.chance.sample("ab", 2), **self.timed())
+        locks = self.subject.api("db_locks", *self.chance.sample("ab", 2), **self.timed())
         await self.within(locks, lambda: [(key, "exclusive", fence, 0) for key, fence in locks.fences.items()])
 
     async def lead(self) -> None:
-        leader, begin = self.make("db_leader", "boss", ttl=TTL), clock.now()
+        leader, begin = self.subject.api("db_leader", "boss", ttl=TTL), clock.now()
         campaign = self.method(leader, "campaign")
         if not await self.did("take", self.key("boss"), lambda: campaign(timeout=0.1), kind="leader"):
             return
@@ -346,7 +329,11 @@ class Flow:
         _ = await self.did("release", self.key("boss"), self.method(leader, "resign"))
 
     async def majority(self) -> None:
-        lock = self.make("db_quorum_lock", "m", ttl=TTL, timeout=self.chance.choice((0.5, 3)))
+        given: dict[str, Any] = {"ttl": TTL, "timeout": self.chance.choice((0.5, 3))}
+        if self.variant == "django":
+            lock: Any = dblock.db_quorum_lock("m", using=[each.alias for each in self.subjects], **given)
+        else:
+            lock = sqlalchemy_dblock.db_quorum_lock([each.engine for each in self.subjects], "m", **given)
         await self.within(lock, lambda: [("m", "majority", lock.fence, 0)], kind="majority")
 
     async def live(self, pause: float) -> None:
@@ -368,11 +355,11 @@ class Flow:
                 _ = self.note(**self._misfortune(type(error).__name__))
             except UNEXPECTED as error:
                 _ = self.note(**self._misfortune(unexpected(error)))
-            await self.nap(pause * self.chance.random())
+            await self.subject.pause(pause * self.chance.random())
         self._recorder.close()
-        for engine in self._engines:
+        for each in self.subjects if self.variant == "sqlalchemy" else ():
             with contextlib.suppress(Exception):
-                await settled(engine.dispose())
+                await settled(each.engine.dispose())
         if self.variant == "django" and self.face == "sync":
             connections.close_all()
 
@@ -481,8 +468,8 @@ def serve() -> None:
     django.setup()
     for module in (dblock, sqlalchemy_dblock):  # which imports the rest of it
         _ = [getattr(module, name) for name in module.__all__]
-    for each in PLAIN:  # and the drivers
-        _ = connections[ALIASES[each]], create_engine(url(each)), create_async_engine(url(each, DRIVERS[each]))
+    for each, alias in ALIASES.items():  # and the drivers
+        _ = connections[alias], *(Closed.of("sqlalchemy", face, each).engine for face in ("sync", "async"))
     if "LD_PRELOAD" in os.environ:  # libfaketime breaks sleeping until a moment of the monotonic clock
         time.sleep = _sleep
     for line in sys.stdin:

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 HINTS = {
     "postgres": "apt-get install postgresql",
@@ -184,11 +184,15 @@ class Server:
             )
         deadline = time.monotonic() + 60
         while not self.ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.has_ended() or time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self.command()[0]} did not start:\n{(self.directory / 'log').read_text()[-3000:]}"
                 )
             time.sleep(0.05)
+
+    def has_ended(self) -> bool:
+        """Whether its process has ended by itself."""
+        return self.process is not None and self.process.poll() is not None
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End it: SIGTERM in order, SIGKILL as a crash."""
@@ -244,9 +248,22 @@ class PostgreSQL(Server):
         import psycopg
 
         with contextlib.suppress(psycopg.OperationalError):
-            psycopg.connect(host="127.0.0.1", port=self.port, user="dblock", dbname="postgres").close()
-            return True
+            return bool(self.ask("SELECT 1"))
         return False
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        """The rows of a statement."""
+        import psycopg
+
+        place = f"host=127.0.0.1 port={self.port} user=dblock dbname=postgres"
+        with psycopg.connect(place, autocommit=True) as connection:
+            found = connection.execute(sql.encode())
+            return found.fetchall() if found.description else []
+
+    def alter(self, what: str) -> None:
+        """Change a setting of the running server, by `SET name = value`."""
+        for each in (f"ALTER SYSTEM {what}", "SELECT pg_reload_conf()"):
+            _ = self.ask(each)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         if how == signal.SIGKILL and self.process is not None:
@@ -268,13 +285,8 @@ class PostgreSQL(Server):
 
         A write-ahead log that the operating system has, but has not flushed, survives a mere kill.
         """
-        import psycopg
-
-        with psycopg.connect(host="127.0.0.1", port=self.port, user="dblock", dbname="postgres") as connection:
-            flushed = connection.execute("SELECT * FROM pg_walfile_name_offset(pg_current_wal_flush_lsn())").fetchone()
-        assert flushed is not None
+        [(segment, offset)] = self.ask("SELECT * FROM pg_walfile_name_offset(pg_current_wal_flush_lsn())")
         self.stop(signal.SIGKILL)
-        segment, offset = flushed
         for path in (self.directory / "data" / "pg_wal").glob("0*"):
             if path.name >= segment:
                 # Between two segments the position is told as offset 0, and before PostgreSQL 17 in the first of them.
@@ -500,13 +512,19 @@ class Redis(Server):
         return f"redis://127.0.0.1:{self.port}/0"
 
 
+class PortMapper(Server):
+    """Erlang's."""
+
+    def command(self) -> list[str]:
+        return [find_program("epmd"), "-port", str(self.port), "-address", "127.0.0.1"]
+
+
 class RabbitMQ(Server):
     """With a port mapper of its own (epmd), which it would otherwise leave running, and share with others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._mapper_port = free_port()
-        self._mapper: subprocess.Popen[bytes] | None = None
+        self._mapper = PortMapper()
 
     def prepare(self) -> None:
         for name in ("mnesia", "logs"):
@@ -517,20 +535,13 @@ class RabbitMQ(Server):
             f"listeners.tcp.default = 127.0.0.1:{self.port}\nloopback_users = none\n"
             "vm_memory_high_watermark.relative = 0.9\ndisk_free_limit.absolute = 1MB\n"
         )
-        self._mapper = subprocess.Popen(
-            [find_program("epmd"), "-port", str(self._mapper_port), "-address", "127.0.0.1"],
-            env=self._environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=end_with_parent,
-            **self._identity,  # type: ignore[call-overload]
-        )
+        self._mapper.start()
 
     def _environment(self) -> dict[str, str]:
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.directory),
-            "ERL_EPMD_PORT": str(self._mapper_port),
+            "ERL_EPMD_PORT": str(self._mapper.port),
             "RABBITMQ_NODENAME": f"dblock{self.port}@localhost",
             "RABBITMQ_CONFIG_FILE": str(self.directory / "rabbitmq.conf"),
             "RABBITMQ_CONF_ENV_FILE": "/dev/null",
@@ -558,9 +569,7 @@ class RabbitMQ(Server):
 
     def close(self) -> None:
         super().close()
-        if self._mapper is not None:
-            self._mapper.kill()
-            self._mapper.wait()
+        self._mapper.close()
 
     @property
     def url(self) -> str:
@@ -595,9 +604,10 @@ def _copy(source: str, to: Path | str) -> None:
 
 
 @contextlib.contextmanager
-def running(make: Callable[[], S]) -> Iterator[S]:
-    """A prepared and started server for the length of a `with`."""
+def running(make: Callable[[], S], port: int = 0) -> Iterator[S]:
+    """A prepared and started server for the length of a `with`; at a free port, unless one is given."""
     server = make()
+    server.port = port or server.port
     try:
         server.prepare()
         server.start()
