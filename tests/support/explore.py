@@ -388,7 +388,7 @@ class Small(World):
 
     def state(self) -> Any:
         """What makes this state different from others."""
-        return _Canon(self).of_world()
+        return Canon(self).of_world()
 
 
 def small(
@@ -419,12 +419,12 @@ def _is_name(text: str) -> bool:
     return text.startswith(("world_", READER)) or (text[:1].isdigit() and "." in text)
 
 
-class _Flat:
+class Flat:
     """What was written down: the values, and in their order the names and the numbers (tickets, fences) among them."""
 
     __slots__ = ("names", "numbers", "values")
 
-    def __init__(self, parts: Iterable[_Flat] = ()) -> None:
+    def __init__(self, parts: Iterable[Flat] = ()) -> None:
         """One after the other; those that differ by their names alone are the same."""
         self.values, self.names, self.numbers = list[Any](), list[str](), list[int]()
         for each in sorted(parts, key=lambda part: (hash(tuple(part.values)), part.numbers)):
@@ -433,10 +433,10 @@ class _Flat:
             self.numbers += each.numbers
 
 
-class _Canon:
+class Canon:
     """A world as a flat tuple, in which only what matters differs."""
 
-    def __init__(self, world: Small) -> None:
+    def __init__(self, world: Any) -> None:
         self._world, self._now = world, world.time
         self._known = dict[int, tuple[int, Any]]()
         """The objects that were met, by id, with their place among them; they are kept, so that an id is one's own."""
@@ -444,7 +444,7 @@ class _Canon:
     def of_world(self) -> Any:
         """Flows of a process that are in the same state are the same, and so are processes."""
         world = self._world
-        flat = _Flat(self._of_house(house) for house in world.houses)
+        flat = Flat(self._of_house(house) for house in world.houses)
         for key, row in world.rows.items():
             self._add((key, *row.values()), flat)
         waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
@@ -462,13 +462,13 @@ class _Canon:
         ordinals = [names.setdefault(name, len(names)) for name in flat.names]
         return (*flat.values, *ordinals, *[ranks[number] for number in flat.numbers])
 
-    def _of_house(self, house: House) -> _Flat:
+    def _of_house(self, house: House) -> Flat:
         if not house.alive:
-            return _Flat()
-        flows, site = list[_Flat](), house.site
+            return Flat()
+        flows, site = list[Flat](), house.site
         for f in self._world.flows:
             if f.house is house and not f.done:
-                flows.append(_Flat())
+                flows.append(Flat())
                 known = (
                     f.breakable,
                     f is self._world.running,
@@ -484,15 +484,15 @@ class _Canon:
                     f.steps,
                 )
                 self._add(known, flows[-1])
-        own = _Flat(flows)
+        own = Flat(flows)
         self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
         self._add((site.local_queues, site._contended), own)
         return own
 
-    def _add(self, it: Any, flat: _Flat) -> None:
+    def _add(self, it: Any, flat: Flat) -> None:
         self._add_each((it,), flat)
 
-    def _add_each(self, values: Iterable[Any], flat: _Flat) -> None:
+    def _add_each(self, values: Iterable[Any], flat: Flat) -> None:
         """One after the other, without a call for each: an exploration spends most of its time here."""
         append = flat.values.append
         for it in values:
@@ -517,31 +517,34 @@ class _Canon:
                 append(len(it))
                 self._add_each(it, flat)
             else:
-                _adder(cast("Any", kind))(self, it, flat)
+                self._add_other(it, flat)
 
-    def _add_class(self, it: Any, flat: _Flat) -> None:
+    def _add_other(self, it: Any, flat: Flat) -> None:
+        _adder(type(it))(self, it, flat)
+
+    def _add_class(self, it: Any, flat: Flat) -> None:
         flat.values.append(type(it).__name__)
 
-    def _add_name(self, it: Any, flat: _Flat) -> None:
+    def _add_name(self, it: Any, flat: Flat) -> None:
         flat.values.append(it.name)
 
-    def _add_request(self, it: Request, flat: _Flat) -> None:
+    def _add_request(self, it: Request, flat: Flat) -> None:
         flat.names.append(it.flow)
         flat.values.append(_NAME)
 
-    def _add_set(self, it: set[Any], flat: _Flat) -> None:
+    def _add_set(self, it: set[Any], flat: Flat) -> None:
         self._add_sequence(sorted(it, key=lambda owner: self._world.waiters.get(owner, _GONE)["ticket"]), flat)
 
-    def _add_sequence(self, it: Collection[Any], flat: _Flat) -> None:
+    def _add_sequence(self, it: Collection[Any], flat: Flat) -> None:
         flat.values.append(len(it))
         self._add_each(it, flat)
 
-    def _add_dict(self, it: dict[Any, Any], flat: _Flat) -> None:
+    def _add_dict(self, it: dict[Any, Any], flat: Flat) -> None:
         flat.values.append(len(it))
         for key in it if isinstance(it, OrderedDict) else sorted(it, key=str):
             self._add_sequence((key, it[key]), flat)
 
-    def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: _Flat) -> None:
+    def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: Flat) -> None:
         if self._is_new(it, flat):
             frame = it.gi_frame
             flat.values.append(it.__qualname__)
@@ -550,16 +553,16 @@ class _Canon:
                 self._add_each([value for name, value in frame.f_locals.items() if name not in _ASIDE], flat)
                 self._add(it.gi_yieldfrom, flat)
 
-    def _add_lock(self, it: LockType, flat: _Flat) -> None:
+    def _add_lock(self, it: LockType, flat: Flat) -> None:
         if self._is_new(it, flat):
             flat.values.append(it.locked())
 
-    def _add_object(self, it: Any, flat: _Flat) -> None:
+    def _add_object(self, it: Any, flat: Flat) -> None:
         if self._is_new(it, flat):
             flat.values.append(type(it).__name__)
             self._add_each([getattr(it, name, None) for name in _attributes(cast("Any", type(it)))], flat)
 
-    def _is_new(self, it: Any, flat: _Flat) -> bool:
+    def _is_new(self, it: Any, flat: Flat) -> bool:
         """Whether it was not met before; or else it is written down which one it is."""
         known = self._known.get(id(it))
         if known is None:
@@ -573,11 +576,10 @@ _NAME, _NUMBER = ("name",), ("number",)
 _GONE: dict[str, Any] = {"ticket": 0}
 _CONSTANT = {House, Flow, World, Small, Site, Database, Timing, ModuleType, FunctionType, MethodType, type}
 _ASIDE = {
-    *("_now", "_timing", "_queues", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
+    *("_now", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
     *(
         "error",
         "site",
-        "queues",
         "timing",
         "key",
         "services",
@@ -588,27 +590,27 @@ _ASIDE = {
         "house",
         "queue",
     ),
-    *("_key", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
+    *("_key", "local_queue", "unanswered", "latest", "told", "failure"),
 }
 
 
 @cache
-def _adder(kind: type) -> Callable[[_Canon, Any, _Flat], None]:
+def _adder(kind: type) -> Callable[[Canon, Any, Flat], None]:
     """How values of this kind are written down."""
     if kind in _CONSTANT or issubclass(kind, (BaseException, Dialect)):
-        return _Canon._add_class
+        return Canon._add_class
     for kinds, adder in (
-        ((Statement, Enum), _Canon._add_name),
-        (Request, _Canon._add_request),
-        (set, _Canon._add_set),
-        ((tuple, list), _Canon._add_sequence),
-        (dict, _Canon._add_dict),
-        (GeneratorType, _Canon._add_generator),
-        (LockType, _Canon._add_lock),
+        ((Statement, Enum), Canon._add_name),
+        (Request, Canon._add_request),
+        (set, Canon._add_set),
+        ((tuple, list), Canon._add_sequence),
+        (dict, Canon._add_dict),
+        (GeneratorType, Canon._add_generator),
+        (LockType, Canon._add_lock),
     ):
         if issubclass(kind, kinds):
             return adder
-    return _Canon._add_object
+    return Canon._add_object
 
 
 _ATTRIBUTES: dict[type, list[str]] = {

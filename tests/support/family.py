@@ -9,15 +9,14 @@ is by then.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
 from dblock.core.acquire import acquiring, handover
@@ -132,7 +131,7 @@ class Member(Flow):
             NO_STORE, POSTGRESQL.pin, {"key": tenure.key, "fence": tenure.fence, "flow": self.name}, math.inf
         )
         self.breakable = True
-        with contextlib.suppress(LockStoreError, Interrupted):  # the transaction is rolled back
+        with suppress(LockStoreError, Interrupted):  # the transaction is rolled back
             self.guards = yield from tenures.verify(self.house.site.database, tenure)
         self.breakable = False
         return self.guards
@@ -157,7 +156,7 @@ class Member(Flow):
         try:
             _ = yield from handover.pass_on(self.house.site, grant)
         except Interrupted:
-            with contextlib.suppress(LockStoreError):
+            with suppress(LockStoreError):
                 _ = yield from handover.end(self.house.site, grant)
             raise
 
@@ -567,10 +566,9 @@ class _Tables:
         return self.connection
 
 
-_ROW = "owner fence count ttl acquired_at expires_at last_ticket served_ticket reading awaiting_fence awaiting_channel"
-_ROW_SQL = f"SELECT lock_key, {', '.join(_ROW.split())} FROM locks ORDER BY lock_key"
-_WAITER_SQL = "SELECT owner, lock_key, ticket, expires_at, joined_at, channel, reading FROM lock_waiters"
-_NAMES = {"last_ticket": "last", "served_ticket": "served"}
+_ROWS = """SELECT lock_key AS key, owner, fence, count, ttl, acquired_at, expires_at, last_ticket AS last,
+served_ticket AS served, reading, awaiting_fence, awaiting_channel FROM locks ORDER BY lock_key"""
+_WAITERS = "SELECT owner, lock_key AS key, ticket, expires_at, joined_at, channel, reading FROM lock_waiters"
 
 
 @dataclass
@@ -598,26 +596,23 @@ class OnSQLite(Family):
         cursor = self._connection.execute(_timed(statement), dict(step.parameters))
         rows: list[Any] = cursor.fetchall() if statement.reply is Reply.ROWS else [()] * cursor.rowcount
         if statement.reply is not Reply.ROWS or not statement.sql.lstrip().startswith("SELECT"):
-            self._read_back()
+            _ = vars(self).pop("rows", None), vars(self).pop("waiters", None)
         return rows
 
-    def _read_back(self) -> None:
-        """The tables as the explorer compares them."""
-        self.rows, self.waiters = {}, {}
-        for key, *values in self._connection.execute(_ROW_SQL):
-            row = dict(zip(_ROW.split(), values, strict=True))
-            row = {_NAMES.get(name, name): _seconds(name, value) for name, value in row.items()}
-            self.rows[key] = row
-        for owner, key, ticket, ends, joined, channel, reading in self._connection.execute(_WAITER_SQL):
-            self.waiters[owner] = {
-                "owner": owner,
-                "key": key,
-                "ticket": ticket,
-                "channel": channel,
-                "reading": reading,
-                "expires_at": _seconds("expires_at", ends),
-                "joined_at": _seconds("joined_at", joined),
-            }
+    @cached_property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """As the explorer compares them, until a statement changes something."""
+        return {row.pop("key"): row for row in self._read(_ROWS)}
+
+    @cached_property
+    def waiters(self) -> dict[str, dict[str, Any]]:
+        """Likewise."""
+        return {waiter["owner"]: waiter for waiter in self._read(_WAITERS)}
+
+    def _read(self, sql: str) -> list[dict[str, Any]]:
+        cursor = self._connection.execute(sql)
+        names = [name for name, *_ in cursor.description]
+        return [{name: _seconds(name, value) for name, value in zip(names, row, strict=True)} for row in cursor]
 
 
 def _seconds(name: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ from dblock.core.connections.connection import PooledConnection, Waiter
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
-from tests.support.explore import Choice
+from tests.support.explore import Canon, Choice, Flat
 
 FAULTS = (
     *("interrupt", "lost", "cut", "silent", "block", "freeze"),
@@ -528,73 +528,55 @@ class PoolWorld:
                 self.pool._line.remove(waiter)
 
     def state(self) -> Any:
-        return _Canon(self).of_world()
+        return _PoolCanon(self).of_world()
 
 
 _ASIDE = {"self", "world", "actor", "left", "interval"}
 """Locals that a caller does not use again after a stop."""
 
 
-class _Canon:
-    """A world as a flat tuple, in which only what matters differs."""
-
-    def __init__(self, world: PoolWorld) -> None:
-        self._world, self._now = world, world.time
-        self._known = dict[int, int]()
+class _PoolCanon(Canon):
+    """A world of a pool, in which only what matters differs."""
 
     def of_world(self) -> Any:
-        world, flat = self._world, list[Any]()
+        world, flat = self._world, Flat()
         pool = world.pool
         for actor in world.actors:
             if not actor.runs:
                 continue
-            flat += [actor.at, actor is world.last, actor.ready(), actor.loop and actor.loop.number]
-            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
-            flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
+            known = (actor.at, actor is world.last, actor.ready(), actor.loop and actor.loop.number)
+            self._add_each((*known, actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
+            before = sum(each.joined < actor.joined for each in world.actors)
+            self._add_each((before, actor.turn, actor.use is None), flat)
             frame: FrameType | None = actor.thread.gr_frame
             while frame is not None:
                 if frame.f_code.co_filename.endswith(("pool.py", "pool_model.py")):
-                    flat.append((frame.f_code.co_name, frame.f_lasti))
-                    for name, value in frame.f_locals.items():
-                        if name not in _ASIDE:
-                            self._add(value, flat)
+                    flat.values.append((frame.f_code.co_name, frame.f_lasti))
+                    self._add_each([value for name, value in frame.f_locals.items() if name not in _ASIDE], flat)
                 frame = frame.f_back
-        known = [each for each in pool._connections() if not each.closed]
+        open_ = [each for each in pool._connections() if not each.closed]
         for critical, in_use in enumerate(pool._in_use):
-            lent = [each for each in known if id(each) in in_use]
-            self._add((len(in_use), lent, world.since.get(bool(critical), 0.0)), flat)
+            lent = [each for each in open_ if id(each) in in_use]
+            self._add_each((len(in_use), lent, world.since.get(bool(critical), 0.0)), flat)
         closed = pool._generation is None
-        self._add((list(pool._line), pool._idle, known, closed, world.faults, world.preemptions), flat)
-        flat += [world.disturbed, *(loop.closed for loop in world.loops.values())]
-        self._add([each for each, _ in world.hands.values()], flat)
-        return tuple(flat)
+        self._add_each((list(pool._line), pool._idle, open_, closed, world.faults, world.preemptions), flat)
+        used = [each for each, _ in world.hands.values()]
+        self._add_each((world.disturbed, [loop.closed for loop in world.loops.values()], used), flat)
+        return tuple(flat.values)
 
-    def _add(self, it: Any, flat: list[Any]) -> None:
-        kind = type(it)
-        if it is None or kind in {bool, int, str, Use}:
-            flat.append(it)
-        elif kind is float:
-            flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 2))
-        elif kind in {list, tuple}:
-            flat.append(len(it))
-            for each in it:
-                self._add(each, flat)
-        elif kind is PooledConnection or isinstance(it, Wakeup):
-            if id(it) in self._known:
-                flat.append(("again", self._known[id(it)]))
-                return
-            self._known[id(it)] = len(self._known)
+    def _add_other(self, it: Any, flat: Flat) -> None:
+        """Connections and those who wait; nothing else that a caller knows distinguishes worlds."""
+        if isinstance(it, Use):
+            flat.values.append(it)
+        elif isinstance(it, PooledConnection | Wakeup) and self._is_new(it, flat):
             if isinstance(it, Waiter):
-                flat.append((it.notified(), it.rank, type(it.error).__name__))
-                self._add((it.polls_by, it.since), flat)
+                self._add_each((it.notified(), it.rank, type(it.error).__name__, it.polls_by, it.since), flat)
             elif isinstance(it, Wakeup):
-                flat.append(it.notified())
+                flat.values.append(it.notified())
             else:
-                raw = it.raw
-                pool = self._world.pool
-                flat += [it.closed, it.generation is pool._generation, it.overdue]
-                flat += [id(it) in in_use for in_use in pool._in_use]
-                flat.append(raw and (raw.closed, raw.dead, raw.parents, raw.old))
+                pool, raw = self._world.pool, it.raw
+                known = (it.closed, it.generation is pool._generation, it.overdue)
+                used = [id(it) in in_use for in_use in pool._in_use]
                 seen = it.opening_for is not None or "silent" in self._world.kinds
-                self._add((it.opening_for, it.idle_since if seen else 0.0), flat)
-                flat.append(it.loop and it.loop.number)
+                self._add_each((*known, *used, raw and (raw.closed, raw.dead, raw.parents, raw.old)), flat)
+                self._add_each((it.opening_for, it.idle_since if seen else 0.0, it.loop and it.loop.number), flat)
