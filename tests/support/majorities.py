@@ -6,6 +6,8 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+from sqlalchemy import Engine, text
+
 import dblock
 import sqlalchemy_dblock
 from dblock.core.protocol.drive import drive
@@ -22,9 +24,16 @@ LAST = INNODB[-1]
 def count(*databases: str) -> None:
     """Let databases count at once, as if they had been there for long."""
     for database in databases:
-        store = _subject("sync", database).lock("any")._place.store()
-        _ = drive(protocol.standing(store.database, 1.0, store.database.now() + 5))
-        run(database, "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key", key=SERVER)
+        count_on(engine("sync", database))
+
+
+def count_on(engine: Engine) -> None:
+    """The same of the database of an engine."""
+    store = sqlalchemy_dblock.db_lock(engine, "any")._place.store()
+    _ = drive(protocol.standing(store.database, 1.0, store.database.now() + 5))
+    with engine.begin() as connection:
+        old = text("UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key")
+        connection.execute(old, {"key": SERVER})
 
 
 def majority(variant: str, face: str, key: str, databases: Sequence[str] = THREE, **options: Any) -> Any:
@@ -58,16 +67,13 @@ def close(actor: Actor) -> None:
     gc.collect()
 
 
-def holders(key: str = "k", databases: Sequence[str] = THREE) -> list[str]:
+def holders(key: str = "k") -> list[str]:
     """The databases whose row says that somebody holds the key."""
     sql = "SELECT owner FROM locks WHERE lock_key = :key AND owner IS NOT NULL"
-    return [each for each in databases if run(each, sql, key=key)]
+    return [each for each in THREE if run(each, sql, key=key)]
 
 
-def fences(key: str = "k", databases: Sequence[str] = THREE) -> set[int]:
+def fences() -> set[int]:
     """The fences that the databases show."""
-    return {
-        int(str(row[0]))
-        for each in databases
-        for row in run(each, "SELECT fence FROM locks WHERE lock_key = :k", k=key)
-    }
+    rows = [row for each in THREE for row in run(each, "SELECT fence FROM locks WHERE lock_key = 'k'")]
+    return {int(str(fence)) for (fence,) in rows}

@@ -12,7 +12,6 @@ import dis
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,10 +22,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost
-from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
-from dblock.majority import protocol
 from dblock.majority.statements import SERVER
+from tests.support import majorities
 from tests.support.lab import ROOT, alive_keys, close_django
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject, at_once
@@ -179,7 +177,7 @@ class Stage:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.sync = subject, subject.face == "sync"
-        driver = subject.driver or ("" if self.sync else DRIVERS[subject.database])
+        driver = subject.driver or ("" if self.sync else majorities.DRIVERS[subject.database])
         self.foreign = Subject("sqlalchemy", subject.face, subject.database, driver)
         """As another process: it shares neither local queue nor store with the subject."""
         self._actor = Actor(subject) if self.sync else None
@@ -210,11 +208,7 @@ class Stage:
             engine = create_engine(each)
             self._observers.append(engine)
             sqlalchemy_dblock.create_tables(engine)
-            store = sqlalchemy_dblock.db_lock(engine, "any")._place.store()
-            _ = drive(protocol.standing(store.database, 2.0, store.database.now() + 5))
-            with engine.begin() as connection:
-                old = "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key"
-                connection.execute(text(old), {"key": SERVER})
+            majorities.count_on(engine)
         make = create_engine if self.sync else create_async_engine
         urls = [each if self.sync else each.replace("sqlite:", "sqlite+aiosqlite:") for each in urls]
         self._engines, self._foreign_engines = [make(each) for each in urls], [make(each) for each in urls]
@@ -225,12 +219,8 @@ class Stage:
         return await (getattr(lock, f"a{name}", None) or getattr(lock, name))(*given)
 
     async def within(self, lock: Any, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self.sync:
-            with lock:
-                await body()
-        else:
-            async with lock:
-                await body()
+        async with self.subject.within(lock):
+            await body()
 
     def alive(self) -> list[str]:
         """The keys that somebody holds."""
@@ -254,10 +244,7 @@ class Stage:
             await self.call(sqlalchemy_dblock.release_all, "__call__", engine)
 
     async def pause(self, seconds: float = 0.0005) -> None:
-        if not self.sync:
-            await asyncio.sleep(seconds)
-        else:
-            threading.Event().wait(seconds)  # this coroutine runs on no event loop
+        await self.subject.pause(seconds)
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> Any:
         """Begin it in another flow."""
@@ -281,27 +268,21 @@ class Stage:
         try:
             await work
         finally:
-            for subject in (self.subject, self.foreign):
-                if subject.variant == "sqlalchemy":
-                    await subject.engine.dispose()
-            for engine in (*self._engines, *self._foreign_engines):
-                await engine.dispose()
+            await self._dispose()
+
+    async def _dispose(self) -> None:
+        own = [each.engine for each in (self.subject, self.foreign) if each.variant == "sqlalchemy"]
+        for engine in (*self._engines, *self._foreign_engines, *own):
+            await self.foreign.ask(engine, "dispose")
 
     def close(self) -> None:
         for engine in self._observers:
             engine.dispose()
         if self._actor is not None:
-            for engine in (*self._engines, *self._foreign_engines):
-                engine.dispose()
             self._actor.close()
-            for subject in (self.subject, self.foreign):
-                if subject.variant == "sqlalchemy":
-                    subject.engine.dispose()
-                else:
-                    close_django(subject.database)
-
-
-DRIVERS = {"sqlite": "aiosqlite", "postgresql": "psycopg", "mariadb": "aiomysql"}
+            play(self._dispose())
+            if self.subject.variant == "django":
+                close_django(self.subject.database)
 
 
 play = at_once
