@@ -15,14 +15,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 from django.db import connections
-from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockStoreError
@@ -30,7 +27,7 @@ from dblock.core.holding.flow import Hold
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
-from tests.conftest import ALIASES, INNODB, run, url
+from tests.conftest import ALIASES, INNODB, run
 from tests.support.loaded import Process
 from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who import it from here
 from tests.support.subjects import MATRIX, PSYCOPG2, Subject
@@ -89,11 +86,10 @@ class Wired(Subject):
 
     port: int = 0
 
-    @cached_property
-    def engine(self) -> Any:
+    @property
+    def url(self) -> str:
         direct = os.environ[f"DBLOCK_TEST_{self.database.upper()}_PORT"]
-        make = create_engine if self.face == "sync" else create_async_engine
-        return make(url(self.database, self.driver).replace(f":{direct}/", f":{self.port}/"))
+        return super().url.replace(f":{direct}/", f":{self.port}/")
 
     @property
     def alias(self) -> str:
@@ -185,13 +181,17 @@ class Remote:
 
 
 def until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
-    """Whether `condition` comes true within so many seconds; it is tried once more after them."""
-    deadline, late = time.monotonic() + seconds, False
+    """Whether `condition` comes true within so many seconds; it is tried once more after them.
+
+    It is tried every 5 ms at first, and less often the longer it takes: to ask a database costs a processor a
+    millisecond.
+    """
+    began, took = time.monotonic(), 0.0
     while not condition():
-        if late:
+        if took > seconds:
             return False
-        time.sleep(0.005)
-        late = time.monotonic() > deadline
+        time.sleep(min(max(0.005, took / 20), 0.025))
+        took = time.monotonic() - began
     return True
 
 

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -112,8 +113,13 @@ def whole(page: str) -> str:
 def defined(test: str) -> bool:
     """Whether there is such a test."""
     path, _, name = test.partition("::")
+    return name in _functions(path)
+
+
+@cache
+def _functions(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
-    return name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ when nothing else can happen, or as a fault.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,10 +98,10 @@ class World(NamedTuple):
     """The fences of those that had a majority."""
 
 
-def world(clients: int = 2) -> World:
-    """A new world; the clocks of its databases differ."""
+def world() -> World:
+    """A new world of two clients; the clocks of its databases differ."""
     databases = tuple(Database(Row(), Row(), ahead) for ahead in (0, 15, 7))
-    return World(databases, (Client(),) * clients)
+    return World(databases, (Client(), Client()))
 
 
 @dataclass
@@ -279,17 +279,16 @@ def _begin(now: World, number: int, client: Client, rules: Rules) -> World:
     return _send(now, number, now.clients[number], missing, ("AGAIN", majority.fence))
 
 
-def _send(now: World, number: int, client: Client, whom: list[int], asked: tuple[str, int]) -> World:
-    sent = {Message(number, len(client.replies), place, *asked, now.time) for place in whom}
+def _send(now: World, number: int, client: Client, whom: Collection[int], asked: tuple[str, int]) -> World:
+    round_ = -1 if client.stage == "leaving" else len(client.replies)
+    sent = {Message(number, round_, place, *asked, now.time) for place in whom}
     return now._replace(clients=_put(now.clients, number, client), messages=now.messages | sent)
 
 
 def _leave(now: World, number: int, client: Client, rules: Rules) -> World:
     """Give back whatever was asked for."""
     whom = client.asked if rules.undoes else client.granted
-    client = client._replace(stage="leaving", trust=())
-    sent = {Message(number, -1, place, "RELEASE", 0, now.time) for place in whom}
-    return now._replace(clients=_put(now.clients, number, client), messages=now.messages | sent)
+    return _send(now, number, client._replace(stage="leaving", trust=()), whom, ("RELEASE", 0))
 
 
 def _execute(now: World, message: Message, rules: Rules, fault: str = "") -> World:
@@ -311,13 +310,7 @@ def _execute(now: World, message: Message, rules: Rules, fault: str = "") -> Wor
         got = tuple(sorted((*client.got, (place, answer))))
         clients = _put(clients, number, client._replace(got=got, granted=client.granted | {place}))
     now = World(databases, clients, messages, time, faults, returned)
-    return now if gone or what == "RELEASE" else _close_if_over(now, message, rules)
-
-
-def _close_if_over(now: World, message: Message, rules: Rules) -> World:
-    client = now.clients[message.client]
-    over = client.stage != "leaving" and message.round == len(client.replies) and not _open(now, message.client)
-    return _close(now, message.client, rules) if over else now
+    return now if gone or what == "RELEASE" or _open(now, number) else _close(now, number, rules)
 
 
 def _perform(now: World, message: Message, database: Database, rules: Rules) -> tuple[Row, Answer | None]:

@@ -53,10 +53,13 @@ class Subject:
             weakref.finalize(self, made.dispose).atexit = False
         return made
 
+    @property
+    def url(self) -> str:
+        """SQLAlchemy's name of the database."""
+        return url(self.database, self.driver)
+
     def _made(self, **options: Any) -> Any:
-        return (create_engine if self.face == "sync" else create_async_engine)(
-            url(self.database, self.driver), **options
-        )
+        return (create_engine if self.face == "sync" else create_async_engine)(self.url, **options)
 
     def over(self, **options: Any) -> Subject:
         """The same over an engine that was made with these options, which somebody disposes of."""
@@ -194,7 +197,7 @@ class Actor:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._start: Callable[[Callable[[], Any], Future[Any]], None]
+        self._start: Callable[[Callable[[], Any], Future[Any]], object]
         if subject.face == "sync":
             self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -203,10 +206,7 @@ class Actor:
         else:
             inbox: asyncio.Queue[Any] = asyncio.Queue()
             self._task = asyncio.run_coroutine_threadsafe(_aserve(inbox), _loop())
-            self._start = lambda function, done: (
-                _loop().call_soon_threadsafe(inbox.put_nowait, (function, done)),
-                None,
-            )[1]
+            self._start = lambda function, done: _loop().call_soon_threadsafe(inbox.put_nowait, (function, done))
 
     def close(self) -> None:
         """End the flow, and with it what it may still hold."""
