@@ -16,7 +16,7 @@ from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import create_tables
 from tests.conftest import INNODB
 from tests.support.lab import hold_of, until
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, S, Server, Standby, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, S, Standby, running
 
 KINDS = ("postgresql", *(name for name in INNODB if name == "mariadb" or MySQL.installed()))
 URLS = {
