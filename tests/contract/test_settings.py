@@ -450,7 +450,7 @@ def telling(database: str) -> list[Case]:
         case
         for case in CASES
         if database in case.on
-        and not (case.beside or case.since or case.then or case.can or case.session or case.shows)
+        and not (case.beside or case.since or case.then or case.session or case.shows)
         and case.durable is None
         and case.statement not in NOT_HERE
     ]

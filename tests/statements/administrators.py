@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from tests.statements.cases import DONE, NOW, OLD, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
+from tests.statements.keys import of_tenure
 
 _WORDS: Final = {"words": "root: enough"}
 _FREED: Final[Record] = {
@@ -49,12 +50,11 @@ _NEXT_KEYS: Final = (
     Case("next_keys", "none after the last", keys=[held("k")], given={"after": "k", "most": 2}, reply=[(None,)]),
 )
 
-_list_keys = partial(Case, "list_keys")
+_list_keys = partial(Case, "list_keys", given=_LIST)
 _LIST_KEYS: Final = (
     _list_keys(
         "all that are held, in order, also those whose lease has ended",
         keys=[held("k", awaiting_fence=7), held("j", expires_at=At(-3)), held("l", owner=""), free("i")],
-        given=_LIST,
         reply=[_row("j", 0, left=-3), _row("k", 0, awaiting=1), _row("l", 0, owner="")],
     ),
     _list_keys(
@@ -66,7 +66,6 @@ _LIST_KEYS: Final = (
     _list_keys(
         "neither what min_hold has left that is over, nor what is free by a later time",
         keys=[held("k", owner="", expires_at=At(-3)), held("j"), free("l", expires_at=At(100))],
-        given=_LIST,
         reply=[_row("j", 0)],
     ),
     _list_keys(
@@ -84,13 +83,11 @@ _LIST_KEYS: Final = (
     _list_keys(
         "those that are free and were freed from outside, or that somebody may wait for",
         keys=[free("f", freed_fence=7), free("w", last_ticket=14), free("x")],
-        given=_LIST,
         reply=[(*_row("f", 0, owner=None, left=-5)[:14], 7, *_row("f", 0)[15:]), _row("w", 0, owner=None, left=-5)],
     ),
     _list_keys(
         "with how many wait for it: the living who were not served",
         **_QUEUED,
-        given=_LIST,
         reply=[_row("j", 1), _row("k", 2)],
     ),
 )
@@ -148,28 +145,21 @@ _LIST_ALL_WAITERS: Final = (
     ),
 )
 
-_free = partial(Case, "free")
+_freed = partial(Case, "free", given=_WORDS, reply=DONE, after={"k": _FREED})
 _FREE: Final = (
-    _free("the tenure ends", keys=[held(count=3), held("j")], given=_WORDS, reply=DONE, after={"k": _FREED}),
-    _free(
-        "also one whose lease has ended", keys=[held(expires_at=At(-3))], given=_WORDS, reply=DONE, after={"k": _FREED}
-    ),
-    _free("also the rest of min_hold", keys=[held(owner="", count=0)], given=_WORDS, reply=DONE, after={"k": _FREED}),
-    _free("not a free key", keys=[free()], given=_WORDS),
-    _free("not an earlier tenure", keys=[held(fence=8)], given=_WORDS),
-    _free("not another key's", keys=[held("j")], given=_WORDS),
+    _freed("the tenure ends", keys=[held(count=3), held("j")]),
+    _freed("also one whose lease has ended", keys=[held(expires_at=At(-3))]),
+    _freed("also the rest of min_hold", keys=[held(owner="", count=0)]),
+    *of_tenure("free", lease=False, given=_WORDS),
 )
 
 _REVOKED: Final[Record] = {"revoked_fence": 7, "revocation": "root: enough"}
 
-_revoke = partial(Case, "revoke")
+_revoke = partial(Case, "revoke", given=_WORDS)
 _REVOKE: Final = (
-    _revoke("the row says so", keys=[held(), held("j")], given=_WORDS, reply=DONE, after={"k": _REVOKED}),
-    _revoke("not of an earlier tenure", keys=[held(fence=8)], given=_WORDS),
-    _revoke("not of another key's", keys=[held("j")], given=_WORDS),
-    _revoke("not of a free key", keys=[free()], given=_WORDS),
-    _revoke("not of one that was given back", keys=[held(owner="")], given=_WORDS),
-    _revoke("not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
+    _revoke("the row says so", keys=[held(), held("j")], reply=DONE, after={"k": _REVOKED}),
+    _revoke("not of one that was given back", keys=[held(owner="")]),
+    *of_tenure("revoke", given=_WORDS),
 )
 
 _STRANGE: Final = 'it\'s "näher" 100 % \\ {} :key 漢字 🙂'

@@ -17,6 +17,8 @@ from tests.conftest import DATABASES
 
 SERVERS: Final = tuple(database for database in DATABASES if database != "sqlite")
 MYSQL: Final = tuple(database for database in SERVERS if database != "postgresql")
+POSTGRESQL: Final = ("postgresql",)
+NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
 
 
 class At(NamedTuple):
@@ -109,8 +111,6 @@ class Case:
     """What another session has done since the statement's own transaction read for the first time."""
     then: Sequence[Do] = ()
     """What another session does while the statement's own transaction is left open; both are rolled back."""
-    can: str = ""
-    """SQL that succeeds in the other session's transaction at any moment while the statement is tried and refused."""
     session: str = ""
     """What the statement's session has set before, as `SET SESSION` takes it."""
     theirs: str = ""
@@ -125,22 +125,20 @@ class Case:
         return f"{self.statement}: {self.behaviour}"
 
 
-OLD: Final[Record] = {
-    "label": "old label",
-    "host": "old host",
-    "pid": 1,
-    "thread": "old thread",
-    "program": "old program",
-    "celery_task_id": "old task",
-}
-NEW: Final[Record] = {
-    "label": "new label",
-    "host": "new host",
-    "pid": 2,
-    "thread": "new thread",
-    "program": "new program",
-    "celery_task_id": "new task",
-}
+def described(word: str, pid: int) -> Record:
+    """What a row says of its flow, in texts that begin with that word."""
+    return {
+        "label": f"{word} label",
+        "host": f"{word} host",
+        "pid": pid,
+        "thread": f"{word} thread",
+        "program": f"{word} program",
+        "celery_task_id": f"{word} task",
+    }
+
+
+OLD: Final = described("old", 1)
+NEW: Final = described("new", 2)
 WHO: Final[Record] = {name: value for name, value in NEW.items() if name != "label"}
 """The columns that say who holds the key."""
 
@@ -216,10 +214,8 @@ def free(key: str = "k", **differently: Any) -> Record:
 
 def waiter(owner: str, ticket: int, **differently: Any) -> Record:
     """A place in the queue of `k`, for four seconds more."""
-    names = {name: value.replace("old", owner) for name, value in OLD.items() if isinstance(value, str)}
     return {
-        **names,
-        "pid": ticket % 1000,
+        **described(owner, ticket % 1000),
         "owner": owner,
         "lock_key": "k",
         "ticket": ticket,

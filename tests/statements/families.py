@@ -87,34 +87,16 @@ BOUNDED: Final = {
 """Who does not wait for what a stranger has locked, and has not been granted: the protocol tries again."""
 
 
-GRANT_RETRY: Final = [
-    "set_count",
-    "extend",
-    "renew",
-    "attach",
-    "detach",
-    "release",
-    "join",
-    "announce",
-    "accept",
-    "adopt_place",
-    "clear",
-    "free",
-    "revoke",
-    "read",
-    "alone",
-    "await_leaving",
-    "leave_read",
-    "leave_slot",
-]
-"""What goes on while a transaction pins the key."""
-WRITING: Final = (*DURABLE, *FAST)
+WRITING: Final = frozenset({*DURABLE, *FAST})
+PINNED: Final = frozenset({"take", "create", "hand_over_local", "grant", "take_slot", "end_expired", "reap"})
+"""What a transaction prevents that pins the key; all else goes on."""
 _NEIGHBOUR: Final[dict[str, Any]] = {
     "keys": [held("a", owner="stranger")],
     "places": [waiter("stranger", 11, lock_key="a")],
     "beside": [
         Do("SELECT 1 FROM locks WHERE lock_key = 'a' FOR UPDATE"),
         Do("SELECT 1 FROM lock_waiters WHERE owner = 'stranger' FOR UPDATE"),
+        Do("pin", {"key": "a"}),
     ],
 }
 """A key before ours: InnoDB may lock the first row behind those that it looks for."""
@@ -148,16 +130,23 @@ def _families() -> Iterator[Case]:
         behaviour = "it does not wait for the disk"
         yield replace(_plain(statement, "postgresql"), on=("postgresql",), behaviour=behaviour, durable=False)
     for database in SERVERS:
-        for statement in GRANT_RETRY:
+        for statement in ("take", "create", "take_slot"):
+            case = _plain(statement, database)
+            [(key, begun)] = case.after.items()
+            others = Do(statement, {**case.given, "owner": "other"}, [(...,)])
+            theirs = {key: {**(begun or {}), "owner": "other", "fence": ...}}
+            case = replace(case, on=(database,), beside=[others], commits=True, reply=(), after=theirs)
+            yield replace(case, behaviour="what somebody else begins is not begun once that has happened")
+        for statement in sorted(WRITING - PINNED):
             case = replace(_plain(statement, database), on=(database,), beside=[Do("pin")])
             yield replace(case, behaviour="a pin is no obstacle")
-        for statement in sorted({*WRITING} - _SCANNING.get(database, frozenset())):
+        for statement in sorted(WRITING - _SCANNING.get(database, frozenset())):
             case = _plain(statement, database)
             rows: dict[str, Any] = {
                 "keys": [*case.keys, *_NEIGHBOUR["keys"]],
                 "places": [*case.places, *_NEIGHBOUR["places"]],
             }
-            behaviour = "what a stranger has locked of other keys is no obstacle"
+            behaviour = "what a stranger has locked and pinned of other keys is no obstacle"
             yield replace(case, on=(database,), behaviour=behaviour, beside=_NEIGHBOUR["beside"], **rows)
     for database, locks in BOUNDED.items():
         for lock, names in locks.items() if database in DATABASES else ():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Unfinished
@@ -184,8 +183,6 @@ class Laboratory:
         def send() -> Any:
             return self._ours.send(statement, case.given)
 
-        if case.can:
-            return self._try_meanwhile(case, send, found)
         if case.beside:
             return self._play_beside(case, send, found)
         if case.durable is not None:
@@ -239,37 +236,6 @@ class Laboratory:
                 self._theirs.run("UNLOCK TABLES")
             if under_way is not None:
                 under_way.result(60)
-
-    def _try_meanwhile(self, case: Case, send: Callable[[], Any], found: list[str]) -> Any:
-        """Let the other session do what it can at any moment, while it is sent and refused five times."""
-        replies, enough = list[Any](), threading.Event()
-
-        def keep_sending() -> None:
-            while not enough.is_set():
-                replies.append(send())
-
-        self._theirs.run("BEGIN")
-        self._do(case.beside, found)
-        sending, deadline = _begin(keep_sending), time.monotonic() + PATIENCE
-        try:
-            while len(replies) < 5:
-                if time.monotonic() > deadline:
-                    found.append("it waits")
-                    break
-                self._theirs.run("SAVEPOINT before")
-                try:
-                    self._theirs.run(case.can)
-                except Exception as error:
-                    found.append(f"the other session was refused: {error}")
-                    break
-                finally:
-                    self._theirs.run("ROLLBACK TO SAVEPOINT before")
-        finally:
-            enough.set()
-            _ = wait([sending], PATIENCE)
-            self._theirs.run("ROLLBACK")
-            sending.result(60)
-        return replies[0]
 
     def _do(self, steps: Sequence[Do], found: list[str]) -> None:
         """The other session's part."""

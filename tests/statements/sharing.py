@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from tests.conftest import DATABASES
 from tests.statements.cases import (
     AHEAD,
     CLOCK,
@@ -15,8 +14,10 @@ from tests.statements.cases import (
     HINDERED,
     LEVELS,
     MYSQL,
+    NOT_POSTGRESQL,
     NOTHING,
     NOW,
+    POSTGRESQL,
     REFUSED,
     SERVERS,
     At,
@@ -31,8 +32,6 @@ from tests.statements.cases import (
 )
 from tests.statements.keys import BEGUN, CREATED, MIN_HOLD, RELEASE, lasts_longer, of_tenure
 
-POSTGRESQL: Final = ("postgresql",)
-NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
 NOT_MYSQL: Final = ("sqlite", *POSTGRESQL)
 RWLOCK, SEMAPHORE = 1, 2
 """Kinds of keys."""
@@ -83,43 +82,25 @@ _QUEUED: Final[Record] = {**_BESIDE, "last_ticket": 12}
 
 def _reads_while_a_writer_comes(level: str) -> Iterator[Case]:
     """A reader and a writer at once, at any level: the later one waits for the earlier, or is refused."""
+    door, other = free(kind=RWLOCK, reading=1), {"owner": "other"}
     both: dict[str, Any] = {"session": LEVELS[level], "theirs": LEVELS[level], "on": SERVERS}
-    reading, writing = {**_READING, "owner": "other"}, {"kind": RWLOCK, "reading": 0}
-    reader = {**_READ_ROW, "owner": "other", "fence": ...}
-    door = free(kind=RWLOCK, reading=1)
-    yield Case(
-        "take",
-        f"a writer does not begin while a reader does ({level})",
-        keys=[door],
-        given=writing,
-        beside=[Do("read", reading, [(...,)])],
-        reply=HINDERED,
-        **both,
-    )
-    yield Case(
-        "take",
+    reading, writing = {**_READING, **other}, {"kind": RWLOCK, "reading": 0}
+    read, took = Do("read", reading, [(...,)]), Do("take", {**writing, **other}, [(...,)])
+    writes = partial(Case, "take", keys=[door], given=writing, beside=[read], **both)
+    yield writes(f"a writer does not begin while a reader does ({level})", reply=HINDERED)
+    yield writes(
         f"it begins when the reader has begun, and then finds it ({level})",
-        keys=[door],
-        given=writing,
-        beside=[Do("read", reading, [(...,)])],
         commits=True,
         reply=[(CLOCK,)],
-        after={"k": {**BEGUN, "reading": 0}, READER: reader},
-        **both,
+        after={"k": {**BEGUN, "reading": 0}, READER: {**_READ_ROW, **other, "fence": ...}},
     )
-    yield _reads_not(
-        f"not while a writer begins ({level})",
-        door,
-        beside=[Do("take", {**writing, "owner": "other"}, [(...,)])],
-        reply=HINDERED,
-        **both,
-    )
+    yield _reads_not(f"not while a writer begins ({level})", door, beside=[took], reply=HINDERED, **both)
     yield _reads_not(
         f"nor when it has begun ({level})",
         door,
-        beside=[Do("take", {**writing, "owner": "other"}, [(...,)])],
+        beside=[took],
         commits=True,
-        after={"k": {**BEGUN, "owner": "other", "fence": ..., "reading": 0}},
+        after={"k": {**BEGUN, **other, "fence": ..., "reading": 0}},
         **both,
     )
     yield _reads(
@@ -162,13 +143,6 @@ _READ: Final = (
         given={"admitted": 1},
         beside=[Do("pin")],
         reply=REFUSED,
-    ),
-    _reads(
-        "another key's pin is no obstacle",
-        free(kind=RWLOCK),
-        keys=[held("j")],
-        beside=[Do("pin", {"key": "j"})],
-        on=POSTGRESQL,
     ),
     _reads("a pin is none where a reader had the door", free(kind=RWLOCK, reading=1), beside=[Do("pin")], on=SERVERS),
     _reads_not("not while a writer waits", _QUEUED, places=[waiter("v", 12), waiter("w", 11, reading=0)]),
@@ -260,15 +234,6 @@ _TAKE_SLOT: Final = (
     ),
     _takes_not("not a pinned one", _FREE_SLOT, _DOOR, beside=[Do("pin", {"key": SLOT})], reply=REFUSED),
     _takes("a pin of the door is no obstacle", _FREE_SLOT, _DOOR, beside=[Do("pin")], on=SERVERS),
-    _take_slot(
-        "one that somebody else is taking is not taken once that has happened",
-        keys=[_FREE_SLOT, _DOOR],
-        given=_PERMIT,
-        beside=[Do("take_slot", {**_PERMIT, "owner": "other"}, [(...,)])],
-        commits=True,
-        after={SLOT: {**BEGUN, "owner": "other", "fence": ...}},
-        on=SERVERS,
-    ),
 )
 
 # -- who has the door
@@ -390,12 +355,6 @@ _END_EXPIRED: Final = (
         beside=[Do("pin", {"key": READER})],
         reply=REFUSED,
     ),
-    _ended(
-        "another one's pin is no obstacle",
-        keys=[held(READER, expires_at=At(-0.5)), held("k\x1fq")],
-        beside=[Do("pin", {"key": "k\x1fq"})],
-        on=SERVERS,
-    ),
     _end_expired(
         "one that is just being renewed stays",
         keys=[held(READER, expires_at=At(-0.5))],
@@ -412,60 +371,46 @@ _AWAITED: Final[Record] = {"awaiting_fence": 7, "awaiting_channel": "there"}
 _LEFT: Final = {"owner": None, "count": 0, "expires_at": NOW}
 
 
+_DOORS: Final[Any] = (
+    ("nobody waits for that", (None, 9), [held(owner="other", fence=9), held("j", **_AWAITED)]),
+    ("the holder of the door does", ("there", 7), [held(owner="other", **_AWAITED), held("j", fence=8)]),
+    ("it did, and gave the door back", (None, 7), [free(**_AWAITED), held("j", **_AWAITED)]),
+    ("it did, in an earlier tenure", (None, 8), [held(owner="other", fence=8, **_AWAITED)]),
+    ("there is no door", (None, None), [held("j", **_AWAITED)]),
+)
+"""Whether the holder of a door waits for the end of shares: where, and the fence, by the rows of keys."""
+
+
 def _leaves(statement: str, share: str, gone: Record | None, otherwise: Any) -> Iterator[Case]:
     """A share is left: on PostgreSQL the answer says where the holder of the door waits."""
-
-    def case(behaviour: str, channel: Any, fence: Any, *keys: Record) -> Iterator[Case]:
-        rows = [held(share, owner="me"), *keys]
-        given, after = {"key": share}, {share: gone}
-        answer = [(channel, fence)]
-        yield Case(statement, behaviour, keys=rows, given=given, reply=answer, after=after, on=POSTGRESQL)
-        yield Case(statement, behaviour, keys=rows, given=given, reply=otherwise, after=after, on=NOT_POSTGRESQL)
-
-    yield from case(
-        "nobody waits for that",
-        *(None, 9),
-        held(owner="other", fence=9),
-        held("j", **_AWAITED),
-        held("k\x1fq"),
-        *STRANGERS,
+    leaves = partial(Case, statement, given={"key": share}, after={share: gone})
+    for behaviour, awaited, keys in _DOORS:
+        rows = [held(share, owner="me"), *keys, held("k\x1fq"), *STRANGERS]
+        yield leaves(behaviour, keys=rows, reply=[awaited], on=POSTGRESQL)
+        yield leaves(behaviour, keys=rows, reply=otherwise, on=NOT_POSTGRESQL)
+    meanwhile = partial(
+        leaves,
+        keys=[held(kind=RWLOCK, **{**_AWAITED, "awaiting_fence": 6}), held(share, owner="other")],
+        given={"key": share, "owner": "other"},
+        beside=[Do("await_leaving", {}, DONE)],
+        on=POSTGRESQL,
     )
-    yield from case("the holder of the door does", "there", 7, held(owner="other", **_AWAITED), held("j"))
-    yield from case("it did, and gave the door back", None, 7, free(**_AWAITED), held("j", **_AWAITED))
-    yield from case("it did, in an earlier tenure", None, 8, held(owner="other", fence=8, **_AWAITED))
-    yield from case("there is no door", None, None)
-    leaving: dict[str, Any] = {"given": {"key": share, "owner": "other"}, "on": POSTGRESQL}
-    door = held(kind=RWLOCK, **{**_AWAITED, "awaiting_fence": 6})
-    for level in LEVELS:
-        yield Case(
-            statement,
+    for level, session in LEVELS.items():
+        yield meanwhile(
             f"it is not left while the holder of the door says that it waits ({level})",
-            keys=[door, held(share, owner="other")],
-            session=LEVELS[level],
-            beside=[Do("await_leaving", {}, DONE)],
+            session=session,
             reply=HINDERED,
-            **leaving,
+            after={},
         )
-        yield Case(
-            statement,
+        yield meanwhile(
             f"when that was said, it answers where ({level})",
-            keys=[door, held(share, owner="other")],
-            session=LEVELS[level],
-            beside=[Do("await_leaving", {}, DONE)],
+            session=session,
             commits=True,
             reply=[("new channel", 7)],
             after={"k": {**_SAYS, "expires_at": ...}, share: gone},
-            **leaving,
         )
-    yield Case(
-        statement,
-        "one whose lease has ended can be left",
-        keys=[held(share, expires_at=At(-3)), held(owner="other")],
-        given={"key": share},
-        reply=None,
-        after={share: gone},
-    )
-    given: dict[str, Any] = {"given": {"key": share}}
+    ended = [held(share, expires_at=At(-3)), held(owner="other")]
+    yield leaves("one whose lease has ended can be left", keys=ended, reply=None)
     for behaviour, row in (
         ("not another key's", held(OTHER_READER)),
         ("not a free one", free(share)),
@@ -473,7 +418,7 @@ def _leaves(statement: str, share: str, gone: Record | None, otherwise: Any) -> 
         ("not an earlier one of the same owner", held(share, fence=6)),
         ("nor a later one", held(share, fence=8)),
     ):
-        yield Case(statement, behaviour, keys=[row, held(owner="other", **_AWAITED)], **given)
+        yield leaves(behaviour, keys=[row, held(owner="other", **_AWAITED)], after={})
 
 
 _LEAVE_SLOT: Final = (
@@ -495,14 +440,7 @@ _LEAVE_SLOT: Final = (
 )
 
 _AWAITED_CASES: Final = tuple(
-    Case("awaited", behaviour, keys=keys, reply=reply, on=DATABASES)
-    for behaviour, keys, reply in (
-        ("where the holder of a door waits", [held(**_AWAITED), held("j", fence=8)], [("there", 7)]),
-        ("it does not", [held(fence=9), held("j", **_AWAITED)], [(None, 9)]),
-        ("it did, in an earlier tenure", [held(fence=8, **_AWAITED)], [(None, 8)]),
-        ("it did, and gave the door back", [free(**_AWAITED)], [(None, 7)]),
-        ("there is no door", [held("j", **_AWAITED)], []),
-    )
+    Case("awaited", behaviour, keys=keys, reply=[awaited] if awaited[1] else []) for behaviour, awaited, keys in _DOORS
 )
 
 CASES: Final = (

@@ -16,8 +16,10 @@ from tests.statements.cases import (
     LEVELS,
     MYSQL,
     NEW,
+    NOT_POSTGRESQL,
     NOTHING,
     NOW,
+    POSTGRESQL,
     REFUSED,
     SERVERS,
     At,
@@ -30,10 +32,7 @@ from tests.statements.cases import (
     owners,
     waiter,
 )
-from tests.statements.keys import lasts_longer
-
-POSTGRESQL: Final = ("postgresql",)
-NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
+from tests.statements.keys import BEGUN, lasts_longer, of_tenure
 
 JOINED: Final = {
     **NEW,
@@ -302,17 +301,11 @@ def _refuses(behaviour: str, *, heir: str = "w", given: Any = None, **case: Any)
 def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     """A waiter's row is locked before it is served, at any level: one that is leaving is not."""
     session = LEVELS[isolation]
-    leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "session": session}
-    leaving = [Do("leave_queue", owners("w"), DONE)]
-    behaviour = f"a waiter that is leaving is not served ({isolation})"
-    yield _refuses(behaviour, **leaver, beside=leaving, reply=REFUSED, on=SERVERS)
-    yield _refuses(
-        f"nor when it has left ({isolation})", **leaver, beside=leaving, commits=True, after={"w": None}, on=MYSQL
-    )
-    yield _grant(
+    leaving = partial(_granting, session=session, beside=[Do("leave_queue", owners("w"), DONE)])
+    yield leaving(f"a waiter that is leaving is not served ({isolation})", reply=REFUSED, on=SERVERS)
+    yield leaving(f"nor when it has left ({isolation})", commits=True, after={"w": None}, on=MYSQL)
+    yield leaving(
         f"when it has left, the next one is ({isolation})",
-        **leaver,
-        beside=leaving,
         commits=True,
         reply=[(12, ...)],
         after={"w": None, "v": None, "k": _granted("v", 12)},
@@ -404,11 +397,7 @@ _GRANT: Final = (
     ),
     _refuses("a pinned key is not granted", beside=[Do("pin")], reply=REFUSED),
     _refuses("not even by its holder", keys=[held(last_ticket=12)], beside=[Do("pin")], reply=REFUSED),
-    *_grants(
-        "another key's pin is no obstacle", keys=[_WAITED, free("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
-    ),
-    *_grants_past_leavers("REPEATABLE READ"),
-    *_grants_past_leavers("READ COMMITTED"),
+    *(each for isolation in ("REPEATABLE READ", "READ COMMITTED") for each in _grants_past_leavers(isolation)),
     _granting(
         "a waiter that is being served cannot leave before it is",
         reply=None,
@@ -549,17 +538,7 @@ _INHERIT: Final = (
     ),
 )
 
-_RELAYED: Final = {
-    **NEW,
-    "owner": "heir",
-    "fence": CLOCK,
-    "count": 1,
-    "reading": 1,
-    "ttl": 60.0,
-    "acquired_at": NOW,
-    "expires_at": At(61),
-}
-
+_RELAYED: Final = {**BEGUN, "owner": "heir"}
 
 _hand_over_local = partial(Case, "hand_over_local")
 _handed_over = partial(_hand_over_local, reply=[(CLOCK, ...)], after={"k": _RELAYED})
@@ -608,7 +587,7 @@ _RELAY: Final = (
         reply=[(AHEAD + 1, ...)],
         after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
-    _hand_over_local("not another key's tenure", keys=[held()], given={"key": "j"}),
+    *of_tenure("hand_over_local"),
     _hand_over_local("not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),
     _handed_over(
         "a reader's tenure, to a writer",
@@ -616,16 +595,10 @@ _RELAY: Final = (
         given={"kind": 1, "reading": 0},
         after={"k": {**_RELAYED, "reading": 0}},
     ),
-    _hand_over_local("not another owner's", keys=[held(owner="other")]),
-    _hand_over_local("not a later one of the same owner", keys=[held(fence=8)]),
-    _hand_over_local("not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
     _hand_over_local("not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
     _handed_over("if a turn is left, then too", keys=[held(last_ticket=11)], given={"handovers_left": 1}),
     _hand_over_local("a turn that is left makes no tenure", keys=[held(owner="other")], given={"handovers_left": 1}),
     _hand_over_local("not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
-    _handed_over(
-        "another key's pin is no obstacle", keys=[held(), held("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
-    ),
 )
 
 _QUIT: Final = (
@@ -648,32 +621,21 @@ _heartbeat = partial(Case, "heartbeat")
 
 def _beats(behaviour: str, *named: str, **case: Any) -> Iterator[Case]:
     """A heartbeat answers whom it kept; on MySQL how many."""
-    yield _heartbeat(behaviour, **case, reply=[(name,) for name in named], on=("postgresql", "sqlite"))
-    yield _heartbeat(behaviour, **case, reply=DONE * len(named), on=MYSQL)
+    yield _heartbeat(behaviour, **case, keys=_KEYS, reply=[(name,) for name in named], on=("postgresql", "sqlite"))
+    yield _heartbeat(behaviour, **case, keys=_KEYS, reply=DONE * len(named), on=MYSQL)
 
 
 _BEAT: Final = (
     *_beats(
         "places last for longer",
         *("me", "v"),
-        keys=_KEYS,
         places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
         given={**owners("me", "v"), "waiter_ttl": 9.0},
         after={"me": {"expires_at": At(9)}, "v": {"expires_at": At(9)}},
     ),
-    *_beats("not for shorter", "me", keys=_KEYS, places=[waiter("me", 11, expires_at=At(100))], given=owners("me")),
-    *_beats(
-        "others' do not",
-        keys=_KEYS,
-        places=[waiter("ME", 11), waiter("w", 12)],
-        given={**owners("me"), "waiter_ttl": 9.0},
-    ),
-    *_beats(
-        "one that has ended is not revived",
-        keys=_KEYS,
-        places=[waiter("me", 11, expires_at=At(-0.5))],
-        given=owners("me"),
-    ),
+    *_beats("not for shorter", "me", places=[waiter("me", 11, expires_at=At(100))], given=owners("me")),
+    *_beats("others' do not", places=[waiter("ME", 11), waiter("w", 12)], given={**owners("me"), "waiter_ttl": 9.0}),
+    *_beats("one that has ended is not revived", places=[waiter("me", 11, expires_at=At(-0.5))], given=owners("me")),
     _heartbeat(
         "nor does one that was served last for longer, whatever was served of other keys",
         keys=[held(last_ticket=13, served_ticket=12), held("j", served_ticket=3)],
