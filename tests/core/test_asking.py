@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,31 +10,15 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockStoreError
-from dblock.core.protocol.steps import Cancelled, Sleep, Steps, Wait, sleep, wait
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Cancelled, Steps, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 from dblock.majority import asking
 from dblock.majority.asking import Ask, Asks
 from tests.conftest import timed
+from tests.core.test_holds import FakeStore
 from tests.support.lab import until
-
-
-class Store:
-    """A database whose statements are pauses."""
-
-    asynchronous = False
-    name = "a store"
-
-    def execute(self, step: Any) -> Any:
-        raise NotImplementedError
-
-    aexecute = apause = execute
-
-    def pause(self, step: Sleep | Wait) -> None:
-        if isinstance(step, Wait):
-            step.wakeup.wait(step.seconds)
-        else:
-            time.sleep(step.seconds)
 
 
 def test_each_result_that_was_left_is_undone_once() -> None:
@@ -54,8 +37,7 @@ def test_each_result_that_was_left_is_undone_once() -> None:
 
         begun: list[Steps[None]] = []
         asks: Any = SimpleNamespace(begin=lambda _, steps, begun=begun: begun.append(steps))
-        store: Any = Store()
-        ask = Ask(store, steps(), Wakeup(), undo)
+        ask = Ask(FakeStore(), steps(), Wakeup(), undo)
         work = ask.work()
         _ = next(work)
         for what in [*order, *({"step"} - set(order))]:
@@ -74,7 +56,7 @@ def asks() -> Asks:
     return Asks()
 
 
-def ask(store: Any, steps: Steps[Any], undone: list[Any], wakeup: Wakeup) -> Ask[Any]:
+def ask(store: FakeStore, steps: Steps[Any], undone: list[Any], wakeup: Wakeup) -> Ask[Any]:
     def undo(result: Any) -> Steps[None]:
         undone.append(result)
         yield from ()
@@ -88,27 +70,21 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
 
     def steps() -> Steps[None]:
         try:
-            yield from wait(Store(), 60, Wakeup())
+            yield from wait(FakeStore(), 60, Wakeup())
         except Cancelled:
             said.append("interrupted")
             raise
 
-    found = asks.ask(ask(Store(), steps(), said, Wakeup()))
+    found = asks.ask(ask(FakeStore(), steps(), said, Wakeup()))
     assert until(lambda: found.cancel._wakeup)
     found.leave(asks)
     assert until(lambda: said == ["interrupted"])
     assert until(lambda: not asks.busy)
 
 
-def drive(steps: Steps[Any]) -> None:
-    for step in steps:
-        assert isinstance(step, Sleep | Wait)
-        step.store.pause(step)
-
-
 def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
     """Until it answers; and meanwhile no more than one thread asks it."""
-    store, wakeup, undone, open_again = Store(), Wakeup(), list[Any](), threading.Event()
+    store, wakeup, undone, open_again = FakeStore(), Wakeup(), list[Any](), threading.Event()
 
     def slow() -> Steps[str]:
         while not open_again.is_set():
@@ -121,13 +97,13 @@ def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> 
 
     first = asks.ask(ask(store, slow(), undone, wakeup))
     drive(asks.gather([first], 0.05, wakeup))
-    assert asks.is_silent(store)  # type: ignore[arg-type]
+    assert asks.is_silent(store)
     second = asks.ask(ask(store, quick(), undone, wakeup))
     assert isinstance(second.error, LockStoreError)
     assert not second.pending()
     open_again.set()
     assert until(lambda: not first.pending())
-    assert until(lambda: not asks.is_silent(store))  # type: ignore[arg-type]
+    assert until(lambda: not asks.is_silent(store))
     third = asks.ask(ask(store, quick(), undone, wakeup))
     drive(asks.gather([third], 5, wakeup))
     assert (first.result, third.result, undone) == ("late", "at once", [])
@@ -143,7 +119,7 @@ class Unentered(threading.Condition):
 def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the asks that come after it are made."""
     timed(monkeypatch, linger=1.0)
-    store: Any = Store()
+    store = FakeStore()
     asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
 
     def starts(*given: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 import weakref
 from typing import Any
 
@@ -15,23 +14,17 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.steps import Sleep
 from dblock.operating import history
 from dblock.operating.history import Histories, History
+from tests.core.test_holds import FakeStore
 from tests.support.steps import NO_STORE
 
 WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p"}
 
 
-class Store:
-    """As much of one as a history needs."""
-
-    class database:  # noqa: N801 - as a store has it
-        now = staticmethod(time.monotonic)
-
-    name, asynchronous, history = "x", False, 100
-    location: object = None
-
-
-def made() -> Any:
-    return Store()
+def made() -> FakeStore:
+    """A store whose history is kept."""
+    store = FakeStore()
+    store.history = 100
+    return store
 
 
 @pytest.fixture
@@ -47,12 +40,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return sent
 
 
-def note(noting: History, store: Any, count: int = 1) -> None:
+def note(noting: History, store: FakeStore, count: int = 1) -> None:
     for number in range(count):
         noting.note(store, Event(Kind.ACQUIRED, "x", key=f"k{number}", fence=1, how="at_once"), WHO)
 
 
-def write(noting: History, store: Any) -> None:
+def write(noting: History, store: FakeStore) -> None:
     begun = noting.begin(store)
     assert begun
     assert all(isinstance(step, Sleep) for step in begun[0])

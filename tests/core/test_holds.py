@@ -35,7 +35,6 @@ from dblock.core.lock import place as places
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.locks import SyncLock
-from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
@@ -144,6 +143,18 @@ class Clock:
 @pytest.fixture
 def local() -> Clock:
     return Clock()
+
+
+def hold_by(lock: FakeLock, grant: Grant) -> Hold:
+    """What that lock would have acquired in this flow."""
+    return Hold(lock.store, current_flow(), grant, Entry(lock, "acquire"), lock.options)
+
+
+def acquired(lock: FakeLock) -> Hold:
+    """What it acquires, as the only hold of this flow."""
+    assert lock.acquire()
+    [hold] = current_flow().holds.values()
+    return hold
 
 
 def hold_of(local: Clock, **options: Any) -> Hold:
@@ -282,19 +293,25 @@ def store() -> Iterator[FakeStore]:
     current_flow().holds.clear()
 
 
+@pytest.fixture
+def watch() -> Watchdog:
+    """One beside that of the process."""
+    return Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+
+
 def renewal(store: FakeStore, hold: Hold) -> Steps[None]:
     watchdog = runtime.current.watchdog
     return renew(store, [hold], watchdog._holds, watchdog.revoke)
 
 
-def test_what_is_nearly_due_is_renewed_with_what_is_due(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_nearly_due_is_renewed_with_what_is_due(
+    store: FakeStore, watch: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within a twelfth of its ttl, and not alone."""
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     renewed, lock, now = list[list[str]](), FakeLock(store), clock.now()
     monkeypatch.setattr(watch, "_renew", lambda _, holds: renewed.append([hold.key for hold in holds]))
     for key, due in (("a", 1.0), ("b", 3.0), ("c", 9.0)):
-        grant = Grant(TENURE._replace(key=key), now, 60)
-        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), lock.options)
+        hold = hold_by(lock, Grant(TENURE._replace(key=key), now, 60))
         hold.lease.due, watch._holds[hold] = now + due, None
     first, *_ = watch._holds
     _ = watch._look_at_all()
@@ -315,25 +332,24 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     assert store.sent.count("renew") == 0
 
 
-def test_adding_never_misses_the_watch(store: FakeStore) -> None:
+def test_adding_never_misses_the_watch(store: FakeStore, watch: Watchdog) -> None:
     """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     for _ in range(300):
-        lock = FakeLock(store, ttl=0.3, renew=False)
-        hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
+        hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now(), 0.3))
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
         watch.used = False
         watch.wake()
-    hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
+    hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now(), 0.3))
     watch.add(hold)
     assert until(lambda: hold.lease.reported)
 
 
-def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_an_error_has_ended_is_begun_again(
+    store: FakeStore, watch: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a kind that no round survives: the next hold has a watch."""
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
 
     def die() -> float:
         raise SystemExit
@@ -343,8 +359,7 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkey
     watch.wake()
     assert until(lambda: watch._thread is not None and not watch._thread.is_alive())
     monkeypatch.undo()
-    lock = FakeLock(store, ttl=0.3, renew=False)
-    hold = Hold(store, current_flow(), Grant(TENURE, clock.now() + 5, 0.3), Entry(lock, "acquire"), lock.options)
+    hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now() + 5, 0.3))
     watch.add(hold)  # due later than the round that never ended would have set
     assert watch._thread is not None
     assert watch._thread.is_alive()
@@ -353,9 +368,8 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkey
 
 def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: FakeStore) -> None:
     """After a downgrade the hold has another lease, which began when the reader's row was sent."""
-    lock = FakeLock(store, ttl=30)
     now = clock.now()
-    hold = Hold(store, current_flow(), Grant(TENURE, now, 30), Entry(lock, "acquire"), lock.options)
+    hold = hold_by(FakeLock(store, ttl=30), Grant(TENURE, now, 30))
 
     def downgrade(__: Execute) -> Rows:
         _ = hold.exchange(Grant(Tenure("k_1", "reader", 8), now, 30))
@@ -391,8 +405,7 @@ def test_a_detach_that_failed_leaves_the_hold(
     """It is renewed as before: the next renewal finds out whether the tenure was handed over."""
     timed(monkeypatch, retry_budget=0.1)
     lock = FakeLock(store)
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
 
     def fail(_: Execute) -> Rows:
         assert hold not in runtime.current.watchdog._holds, "a renewal under way would report a loss"
@@ -413,8 +426,7 @@ def test_a_detach_that_is_interrupted_before_it_is_sent_leaves_the_hold(
 ) -> None:
     """A signal handler may run right after the watchdog has let go of it."""
     lock, watchdog = FakeLock(store), runtime.current.watchdog
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
 
     def interrupted(hold: Hold) -> bool:
         assert Watchdog.discard(watchdog, hold)
@@ -431,8 +443,7 @@ def test_a_renewal_under_way_reports_no_loss_of_what_was_detached(store: FakeSto
     """It names the owner before, and finds no such tenure."""
     lost = list[Reason]()
     lock = FakeLock(store, on_lost=lambda _, reason: lost.append(reason))
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
 
     def detach(__: Execute) -> Rows:
         _ = lock.detach()
@@ -449,8 +460,7 @@ def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeS
     """At once, by a second statement."""
     told = list[str]()
     lock = FakeLock(store, on_revoke=lambda _, words: told.append(words))
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
     hold.lease.due = math.inf  # the watchdog sends none
 
     def refuse(step: Execute) -> Rows:
@@ -470,8 +480,7 @@ def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeS
 def test_a_count_that_is_set_already_is_no_loss(store: FakeStore) -> None:
     """A client of MySQL may count the rows that were changed, and not those that were found."""
     lock = FakeLock(store)
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
     shown = LockInfo("k", hold.tenure.owner, 7, 2, 30.0, 1.0, 29.0, "", Identity("h", 1, "t", "p", ""))
     store.answers |= {"set_count": lambda _: [], "inspect": lambda _: [columns_of(shown)]}
     lock.acquire()
@@ -505,9 +514,9 @@ def test_a_re_entry_makes_the_lease_longer_only_if_no_renewal_does(
     lock.release()
 
 
-def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
+def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore, watch: Watchdog) -> None:
     """It was interrupted on its way out, or its event loop is closed: nobody would ever answer there."""
-    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
+    now = clock.now()
     living, dead = (QueuePlace(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
         watch.keep(store, None, place)
@@ -540,27 +549,21 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
     assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
 
 
-def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
+def test_the_withdrawals_of_a_closed_event_loop_are_forgotten(store: FakeStore, watch: Watchdog) -> None:
     """A loop that was closed with a withdrawal under way is kept by nothing."""
-    store, closed = FakeStore(), asyncio.new_event_loop()
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    closed = asyncio.new_event_loop()
     watch._keeper(store, closed).left["left"] = "k"
     closed.close()
     _ = watch._look_at_all()
     assert not watch._keepers
 
 
-def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
+def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore, watch: Watchdog) -> None:
     """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
-    watch, go = (
-        Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw),
-        threading.Event(),
-    )
+    go = threading.Event()
 
     def keep(name: str) -> Hold:
-        lock = FakeLock(store, name)
-        grant = Grant(Tenure(name, "secret", 7), clock.now(), 30.0)
-        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), lock.options)
+        hold = hold_by(FakeLock(store, name), Grant(Tenure(name, "secret", 7), clock.now(), 30.0))
         watch._holds[hold] = None
         return hold
 
@@ -688,8 +691,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
         raise StoreBusy("another transaction has locked it")
 
     store.answers["renew"] = busy
-    grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
-    hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
+    hold = hold_by(FakeLock(store), Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0))
     drive(renewal(store, hold))
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
@@ -697,8 +699,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
 def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> None:
     """Neither that of a renewal written before it, nor one written while it was under way."""
     lock = FakeLock(store, ttl=3)
-    lock.acquire()
-    [hold] = current_flow().holds.values()
+    hold = acquired(lock)
     begun, sent = list[Steps[None]](), list[Any]()
 
     def cut(step: Execute) -> Rows:
