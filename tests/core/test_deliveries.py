@@ -137,18 +137,13 @@ deliveries.put(functools.partial(call, "two"))
 """
 
 
-def test_what_is_said_last_is_heard_before_the_process_ends() -> None:
-    """A callback may take its time."""
-    command = [sys.executable, "-c", AT_EXIT.format(seconds=0.2)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("one\ntwo\n", "")
-
-
-def test_a_callback_that_never_returns_does_not_keep_the_process() -> None:
-    """Its end waits for `Timing.patience` alone. (The end of `logging` waits for a log handler, in any thread.)"""
-    command = [sys.executable, "-c", AT_EXIT.format(seconds=600)]
-    ended = subprocess.run(command, check=True, capture_output=True, timeout=60)
-    assert ended.stdout == b""
+@pytest.mark.parametrize(("seconds", "heard"), [(0.2, "one\ntwo\n"), (600, "")], ids=["slow", "never returns"])
+def test_what_is_said_last_is_heard_before_the_process_ends(seconds: float, heard: str) -> None:
+    """A callback may take its time; for one that never returns the end of the process waits for `Timing.patience`.
+    (The end of `logging` waits for a log handler, in any thread.)"""
+    command = [sys.executable, "-c", AT_EXIT.format(seconds=seconds)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == (heard, "")
 
 
 def test_a_child_of_multiprocessing_says_all_before_it_ends() -> None:

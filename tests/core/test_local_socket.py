@@ -49,26 +49,15 @@ def opened(sockets: LocalSockets) -> LocalSocket:
     return socket
 
 
-def in_thread(wakeup: Wakeup) -> None:
-    """Wait as a thread does."""
-    wakeup.wait(HOUR)
+WAITS: dict[str, Callable[[Wakeup], object]] = {
+    "a thread": lambda wakeup: wakeup.wait(HOUR),
+    "a task": lambda wakeup: asyncio.run(wakeup.wait_async(HOUR)),
+}
 
 
-def in_task(wakeup: Wakeup) -> None:
-    """Wait as a task does."""
-    asyncio.run(wakeup.wait_async(HOUR))
-
-
-@pytest.fixture(params=[in_thread, in_task], ids=["thread", "task"])
-def waits(request: pytest.FixtureRequest) -> Callable[[Wakeup], None]:
-    """How a flow waits."""
-    function: Callable[[Wakeup], None] = request.param
-    return function
-
-
-def waiting(wakeup: Wakeup, waits: Callable[[Wakeup], None]) -> threading.Thread:
+def waiting(wakeup: Wakeup, flow: str) -> threading.Thread:
     """A flow that waits by now."""
-    thread = threading.Thread(target=waits, args=(wakeup,), daemon=True)
+    thread = threading.Thread(target=WAITS[flow], args=(wakeup,), daemon=True)
     thread.start()
     time.sleep(0.1)
     assert thread.is_alive()
@@ -76,8 +65,9 @@ def waiting(wakeup: Wakeup, waits: Callable[[Wakeup], None]) -> threading.Thread
 
 
 @pytest.mark.parametrize("neighbour", [True, False], ids=["of another process", "of this one"])
+@pytest.mark.parametrize("waits", WAITS)
 def test_a_flow_that_waits_at_a_socket_is_woken(
-    wakeups: Wakeups, sockets: LocalSockets, others: LocalSockets, waits: Callable[[Wakeup], None], *, neighbour: bool
+    wakeups: Wakeups, sockets: LocalSockets, others: LocalSockets, waits: str, *, neighbour: bool
 ) -> None:
     """By a datagram, which it reads itself; and by flows of its process. Not by what is not for it."""
     wakeup, socket = Wakeup(), opened(sockets)
