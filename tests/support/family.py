@@ -583,7 +583,7 @@ class OnSQLite(Family):
     @property
     def moment(self) -> str:
         """The clock as SQLite reads it."""
-        return f"{(FIRST + timedelta(seconds=self.time)):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+        return (FIRST + timedelta(seconds=self.time)).isoformat(" ", "milliseconds")
 
     @property
     def micros(self) -> int:

@@ -482,7 +482,7 @@ class PoolWorld:
         """Note since when a slot has been free while somebody waits who could have it."""
         for critical in (False, True):
             since = self.since.pop(critical, self.time)
-            if self.is_free(critical):
+            if self.pool._line and self.is_free(critical):
                 self.since[critical] = since
 
     def is_free(self, critical: bool) -> bool:
