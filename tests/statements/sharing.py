@@ -86,7 +86,7 @@ def _reads_while_a_writer_comes(level: str) -> Iterator[Case]:
     both: dict[str, Any] = {"session": LEVELS[level], "theirs": LEVELS[level], "on": SERVERS}
     reading, writing = {**_READING, **other}, {"kind": RWLOCK, "reading": 0}
     read, took = Do("read", reading, [(...,)]), Do("take", {**writing, **other}, [(...,)])
-    writes = partial(Case, "take", keys=[door], given=writing, beside=[read], **both)
+    writes: Any = partial(Case, "take", keys=[door], given=writing, beside=[read], **both)
     yield writes(f"a writer does not begin while a reader does ({level})", reply=HINDERED)
     yield writes(
         f"it begins when the reader has begun, and then finds it ({level})",
