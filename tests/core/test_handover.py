@@ -18,10 +18,10 @@ from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Rows, Sleep, Steps
+from dblock.core.protocol.steps import Sleep, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.values import QUARANTINE, Grant, Tenure
-from tests.support.explore import TTL, Explored, Flow, House, Small, explore
+from tests.support.explore import TTL, Explored, Flow, House, Small, explore, in_any_epoch
 from tests.support.lab import LONG
 from tests.support.model import UNREPLICATED, Interrupted, World, wish
 from tests.support.steps import NO_STORE
@@ -214,15 +214,7 @@ def believes_the_row(patch: Callable[..., None]) -> None:
 
 def attaches_while_keys_are_closed(patch: Callable[..., None]) -> None:
     """An attach does not ask the epoch."""
-    attach = World._attach
-
-    def anyhow(self: World, p: dict[str, Any]) -> Rows:
-        epoch, self.epoch = self.epoch, {**self.epoch, "server": self.server, "opens_at": 0.0, "floor": 0}
-        rows = attach(self, p)
-        self.epoch = epoch
-        return rows
-
-    patch(World, "_attach", anyhow)
+    patch(World, "_attach", in_any_epoch("_attach"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +20,6 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import Hold, _Life
 from dblock.core.lock.blocks import Loaded
@@ -36,7 +34,6 @@ from tests.support.lab import LONG
 from tests.support.model import Interrupted, World
 
 TTL = 30.0
-HOUR = 3600.0
 FAULTS = ("interrupt", "death", "fails", "busy", "lost", "fork")
 
 
@@ -315,11 +312,9 @@ def end(world: House) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_world(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nobody polls before an hour has passed, and thousands of losses are not logged."""
+def _in_a_world(nobody_polls: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Thousands of losses are not logged."""
     before = runtime.current
-    monkeypatch.setattr(Attempt, "_until_next_poll", lambda *_, **__: HOUR)
-    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
     with caplog.at_level(logging.CRITICAL, "dblock"):
         yield
     runtime.current = before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,35 +16,26 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import StoreUnanswered, StoreUnreachable
 from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.local_socket import LocalSockets
-from dblock.core.wakeup.registry import Wakeups
 from tests.core.test_queue import Kept
-from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
+from tests.support.model import Interrupted, ModelProcess, World, lost_after, play, raising, wish
 from tests.support.steps import NO_STORE, pause_of
 
 
-@dataclass
-class Process(Kept):
-    """Flows that share a local queue, and what they know of each other; the holds that the watchdog would know."""
+class Process(ModelProcess):
+    """Flows that share a local queue."""
 
-    world: World
-    holding: set[int] = field(default_factory=set)
-    site: Site = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.channel = f"world_{len(self.world.listening)}"
-        wakeups = self.world.listening[self.channel] = Wakeups()
-        self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSockets", Post(self.world, self.channel)))
-
-    queues_locally = True
-    channel = ""
-
-    def holds(self, key: str) -> bool:
-        return bool(self.holding)
+    def acquires(self, timeout: float, *, others_hold: bool = True, **wanted: Any) -> Steps[Any]:
+        """A flow of it that takes the key; `others_hold`: it knows that another one probably holds it."""
+        return acquiring.acquire(Attempt(self.site, wish(**wanted), timeout, lambda: self, held_in_process=others_hold))
 
     def nobody(self) -> bool:
         """Whether nobody is in a local queue."""
         return not self.site.local_queues
+
+
+def has_key(world: World, grant: Grant) -> bool:
+    """Whether the key's row names that tenure."""
+    return (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
 
 
 def begun(world: World, steps: Steps[Any], name: str) -> Execute:
@@ -62,13 +52,13 @@ def begun(world: World, steps: Steps[Any], name: str) -> Execute:
     return step
 
 
-def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Steps[Any]]:
+def holder_and_heir(timeout: float = 0.05, **wanted: Any) -> tuple[World, Process, Tenure, Steps[Any]]:
     """A flow that holds the key, and another one of its process that waits for it for a while."""
     world = World()
     process = Process(world)
-    fence = world._begin(None, wish().parameters("o"))[0][0]
+    fence = world._begin(None, wish(**wanted).parameters("o"))[0][0]
     process.holding.add(0)
-    heir = acquiring.acquire(Attempt(process.site, wish(), timeout, lambda: process, held_in_process=True))
+    heir = process.acquires(timeout, **wanted)
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 
@@ -79,11 +69,16 @@ def given(process: Process, tenure: Tenure) -> Steps[bool]:
     return handover.pass_on(process.site, Grant(tenure))
 
 
+def handing_over(timeout: float = 0.05) -> tuple[World, Process, Steps[bool], Execute, Steps[Any]]:
+    """A holder that hands the key over, its statement for that, which is not executed yet, and the heir."""
+    world, process, tenure, heir = holder_and_heir(timeout)
+    holder = given(process, tenure)
+    return world, process, holder, begun(world, holder, "hand_over_local"), heir
+
+
 def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
     """A waiter timed out while the key was handed to it: the flow that handed it over gives it back."""
-    world, process, tenure, heir = holder_and_heir()
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over()
     world.time += 0.5
     assert not isinstance(play(world, heir, {}), Grant)
     release = holder.send(world.execute(relay))
@@ -93,18 +88,6 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
         holder.send(world.execute(release))
     assert done.value.value is True
     assert world.rows["k"]["owner"] is None
-    assert process.nobody()
-
-
-def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
-    """The waiter was reading the holder's name for its LockTimeout: acquire() is a success."""
-    world, process, tenure, heir = holder_and_heir()
-    world.time += 0.046
-    look = begun(world, heir, "inspect")
-    assert play(world, given(process, tenure), {}) is True
-    grant = play(world, heir, {}, world.execute(look))
-    assert isinstance(grant, Grant)
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
     assert process.nobody()
 
 
@@ -123,16 +106,14 @@ def test_what_comes_too_late_is_given_back() -> None:
 
 def test_a_hand_over_that_arrives_late_is_found_too() -> None:
     """The heir has asked what became of it, and waits in the queue under the token of that offer."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over(300)
     join = begun(world, heir, "join")
     assert world.rows["k"]["owner"] == "o"
     answer = world.execute(relay)
     grant = play(world, heir, {}, world.execute(join))
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     assert play(world, holder, {}, answer) is True, "and it is not given back when the holder learns the same"
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     assert not world.waiters
     assert process.nobody()
 
@@ -140,21 +121,19 @@ def test_a_hand_over_that_arrives_late_is_found_too() -> None:
 @pytest.mark.parametrize("told", [False, True])
 def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
     """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over(300)
     join = begun(world, heir, "join")
     joined = world.execute(join)
-    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
+    other = process.acquires(300, others_hold=False)
     begun(world, other, "wait")
     answer = world.execute(relay)
     if told:
         assert play(world, holder, {}, answer) is True
     grant = play(world, heir, {}, joined)
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     assert play(world, given(process, grant.tenure), {}) is True
     found = play(world, other, {})
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == found.tenure[1:]
+    assert has_key(world, found)
     assert not world.waiters
     assert process.nobody()
 
@@ -162,9 +141,7 @@ def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
 @pytest.mark.parametrize("first", ["heir", "answer"])
 def test_an_answer_that_is_lost_leaves_nothing(first: str) -> None:
     """The last of the two that gives up checks what the other may have left behind."""
-    world, process, tenure, heir = holder_and_heir()
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over()
     world.time += 0.5
     if first == "heir":
         assert not isinstance(play(world, heir, {}), Grant)
@@ -185,23 +162,9 @@ def test_an_heir_believes_in_no_more_than_what_covers_it(
     starts_on_place_lease: bool, held_for: float, lasts: float
 ) -> None:
     """What a crash takes back keeps the key closed for as long; a lease that ends covers nothing."""
-    world = World()
-    process = Process(world)
-    fence = world._begin(None, wish(ttl=4.0).parameters("o"))[0][0]
-    process.holding.add(0)
-    heir = acquiring.acquire(
-        Attempt(
-            process.site,
-            wish(ttl=4.0, starts_on_place_lease=starts_on_place_lease),
-            60,
-            lambda: process,
-            held_in_process=True,
-        )
-    )
-    begun(world, heir, "wait")
+    world, process, tenure, heir = holder_and_heir(60, ttl=4.0, starts_on_place_lease=starts_on_place_lease)
     world.time += held_for
-    process.holding.clear()
-    assert play(world, handover.pass_on(process.site, Grant(Tenure("k", "o", fence))), {}) is True
+    assert play(world, given(process, tenure), {}) is True
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
     assert grant.lasts == pytest.approx(lasts, abs=0.01)
@@ -229,16 +192,15 @@ def test_a_hand_over_of_which_nothing_is_known(outage: float) -> None:
     begun_at, grant = world.time, play(world, heir, {})
     assert isinstance(grant, Grant)
     assert grant.sent >= begun_at, "trusted from the sending of what it asked itself"
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     assert world.time < begun_at + 1, "it was told to look"
     assert process.nobody()
 
 
 def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
     """The heir may have the tenure: it gives it back."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    answer = world.execute(begun(world, holder, "hand_over_local"))
+    world, process, holder, relay, heir = handing_over(300)
+    answer = world.execute(relay)
     with pytest.raises(KeyboardInterrupt):
         play(world, heir, {("accept", 0): raising(KeyboardInterrupt())})
     assert world.rows["k"]["owner"] is None
@@ -251,18 +213,16 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     world = World()
     process = Process(world)
     fence = world._begin(None, wish().parameters("o"))[0][0]
-    first = acquiring.acquire(Attempt(process.site, wish(flow="first"), timeout, lambda: process, held_in_process=True))
+    first = process.acquires(timeout, flow="first")
     begun(world, first, "wait")
-    second = acquiring.acquire(Attempt(process.site, wish(flow="second"), 300, lambda: process))
+    second = process.acquires(300, flow="second", others_hold=False)
     begun(world, second, "wait")
     return world, process, Tenure("k", "o", fence), first, second
 
 
 def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     """The waiter's place has ended, and it withdraws as the hand-over is executed: nobody has that tenure."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over(300)
     joined = world.execute(begun(world, heir, "join"))
     world.waiters.clear()
     assert isinstance(heir.send(joined), Wait)
@@ -276,7 +236,7 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
     assert play(world, holder, {}, world.execute(relay)) is True
     assert world.rows["k"]["owner"] is None, "given back by who brought it about"
     grant = play(world, heir, {}, world.execute(cast("Execute", leaving)))
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     assert process.nobody()
 
 
@@ -299,18 +259,16 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
 def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
     """A flow was handed the key while it stood in the queue. Who took its place over when the tenure has ended would
     take that tenure for one that nobody has."""
-    world, process, tenure, heir = holder_and_heir(300)
-    holder = given(process, tenure)
-    relay = begun(world, holder, "hand_over_local")
+    world, process, holder, relay, heir = handing_over(300)
     joined = world.execute(begun(world, heir, "join"))
-    other = acquiring.acquire(Attempt(process.site, wish(), 300, lambda: process))
+    other = process.acquires(300, others_hold=False)
     begun(world, other, "wait")
     assert play(world, holder, {}, world.execute(relay)) is True
     grant = play(world, heir, {}, joined)
     process.holding.add(1)
     world.time += timing.DEFAULT.waiter_ttl + 1
     _ = world.execute(begun(world, other, "join"))
-    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert has_key(world, grant)
     other.close()
 
 
@@ -360,7 +318,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
 def test_an_inheritance_that_is_interrupted() -> None:
     """The database has it already: the third finds no place, and the second leaves none for a grant."""
     world, process, tenure, first, second = two_that_ask(1.0)
-    third = acquiring.acquire(Attempt(process.site, wish(flow="third"), 300, lambda: process, held_in_process=True))
+    third = process.acquires(300, flow="third")
     begun(world, third, "wait")
     world.time += 1
     assert not isinstance(play(world, first, {}), Grant)
@@ -376,7 +334,7 @@ def test_an_inheritance_that_is_interrupted() -> None:
     assert process.nobody()
 
 
-def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_one_leaves_while_the_key_is_given_back() -> None:
     """It leaves after the holder has seen the local queue, and before it chooses."""
     world, process, tenure, heir = holder_and_heir()
     local_queue = process.site.local_queues.get("k")
@@ -429,7 +387,7 @@ def test_a_late_try_is_refused_while_the_database_answers(answers: bool) -> None
     process = Process(world)
     process.site.database.latency.answered = world.time - (0.0 if answers else 60.0)
     late = raising(StoreUnreachable("no connection could be opened in time").because_late(0.25))
-    take = acquiring.acquire(Attempt(process.site, wish(), 0, lambda: process))
+    take = process.acquires(0, others_hold=False)
     faults = {("take", number): late for number in range(1000)}
     if answers:
         assert isinstance(play(world, take, faults), Refused)

@@ -12,7 +12,7 @@ from dblock.core.connections import pool
 from dblock.core.connections.connection import PooledConnection, Waiter
 from dblock.core.connections.pool import AutocommitPool
 from tests.conftest import clocked, timed
-from tests.support.explore import Explored, explore
+from tests.support.explore import LATEST, Explored, explore
 from tests.support.lab import LONG
 from tests.support.pool_model import FAULTS, InUse, Line, PoolWorld, Use
 
@@ -46,54 +46,40 @@ CASES = [
 ]
 
 
-class Worlds:
-    """Makes worlds, one at a time; its clock is theirs."""
-
-    def __init__(self, patch: Callable[..., None]) -> None:
-        self.world: PoolWorld | None = None
-        self.patch = patch
-
-    def now(self) -> float:
-        return 0.0 if self.world is None else self.world.time
-
-    def end(self) -> None:
-        if self.world is not None:
-            self.world.kill()
-
-    def make(self, **bounds: Any) -> PoolWorld:
-        self.end()
-        self.world = PoolWorld(**bounds)
-        return self.world
-
-
-@pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
-    """Their times are short, and each idle connection is probed; nobody polls, unless a fault needs that."""
+@pytest.fixture(autouse=True)
+def _in_a_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Times are short, by the clock of the latest world; each idle connection is probed."""
+    LATEST.clear()
     timed(monkeypatch, statement_timeout=1.2, trusted_idle=0.0)
-    made = Worlds(monkeypatch.setattr)
-    clocked(monkeypatch, made.now)
-    yield made
-    made.end()
+    clocked(monkeypatch, lambda: LATEST[0].time if LATEST else 0.0)
+    yield
+    end_the_latest()
 
 
-def explored(worlds: Worlds, name: str, fault: str | None, preemptions: float) -> Explored:
-    """All ways of a world."""
+def end_the_latest() -> None:
+    for world in LATEST:
+        world.kill()
+
+
+def explored(monkeypatch: pytest.MonkeyPatch, name: str, fault: str | None, preemptions: float) -> Explored:
+    """All ways of a world; nobody polls, unless the fault needs that."""
     most, plans = WORLDS[name]
     kinds = () if fault is None else (fault,)
     poll = 0.12 if fault in POLLED else 0.9
-    worlds.patch(timing, "DEFAULT", timing.DEFAULT._replace(local_poll=poll, attention=poll))
+    monkeypatch.setattr(timing, "DEFAULT", timing.DEFAULT._replace(local_poll=poll, attention=poll))
 
     def make() -> PoolWorld:
-        return worlds.make(most=most, plans=plans, kinds=kinds, faults=len(kinds), preemptions=preemptions)
+        end_the_latest()
+        return PoolWorld(most=most, plans=plans, kinds=kinds, faults=len(kinds), preemptions=preemptions)
 
     return explore(make, check=PoolWorld.check_end)
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("name", "fault"), CASES)
-def test_small_pools(worlds: Worlds, name: str, fault: str | None) -> None:
+def test_small_pools(monkeypatch: pytest.MonkeyPatch, name: str, fault: str | None) -> None:
     """What each caller is promised holds at every moment (`PoolWorld.check`) and at the end; with few preemptions."""
-    assert explored(worlds, name, fault, 1 if LONG else 0).states > 100
+    assert explored(monkeypatch, name, fault, 1 if LONG else 0).states > 100
 
 
 # -- what the worlds notice
@@ -120,28 +106,25 @@ def nobody_leaves_the_line(patch: Patch) -> None:
     patch(Line, "remove", lambda *_: None)
 
 
-def waits_for_the_blocked(patch: Patch) -> None:
-    """What is free stays reserved for a waiter that does not poll."""
-
+def attending(polls_by: Callable[[Waiter, float], float]) -> Callable[[Waiter], float]:
+    """A waiter that says otherwise by when it polls, given itself and the interval in which it does."""
     attend = Waiter.attend
 
-    def never_late(self: Waiter) -> float:
+    def otherwise(self: Waiter) -> float:
         interval = attend(self)
-        self.polls_by = self.until
+        self.polls_by = polls_by(self, interval)
         return interval
 
-    patch(Waiter, "attend", never_late)
+    return otherwise
+
+
+def waits_for_the_blocked(patch: Patch) -> None:
+    """What is free stays reserved for a waiter that does not poll."""
+    patch(Waiter, "attend", attending(lambda waiter, _: waiter.until))
 
 
 def claims_when_its_time_is_over(patch: Patch) -> None:
-    attend = Waiter.attend
-
-    def beyond(self: Waiter) -> float:
-        interval = attend(self)
-        self.polls_by = clock.now() + 2 * interval
-        return interval
-
-    patch(Waiter, "attend", beyond)
+    patch(Waiter, "attend", attending(lambda _, interval: clock.now() + 2 * interval))
 
 
 def what_is_given_back_stays_in_use(patch: Patch) -> None:
@@ -242,10 +225,10 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str | None]] = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mutant", "name", "fault"), MUTANTS, ids=lambda it: getattr(it, "__name__", ""))
 def test_what_is_broken_is_noticed(
-    worlds: Worlds, mutant: Callable[[Patch], None], name: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[Patch], None], name: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one thing less some way ends badly."""
     mutant(monkeypatch.setattr)
     with pytest.raises(AssertionError, match="after"):
         for preemptions in (0, 1, 2):
-            _ = explored(worlds, name, fault, preemptions)
+            _ = explored(monkeypatch, name, fault, preemptions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,14 +11,9 @@ from dblock.core.acquire.request import Refused
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import PoolExhausted, StoreUnanswered
 from dblock.core.protocol.sending import send
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
+from dblock.core.protocol.steps import Execute, Rows, Sleep
 from dblock.core.statements import DIALECTS
-from dblock.core.values import Grant
 from tests.support.model import World, play, wish
-
-
-def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl), timeout))
 
 
 @pytest.mark.parametrize("statement", ["take", "renew", "release"])
@@ -30,21 +24,6 @@ def test_a_pool_that_is_used_up_says_nothing_of_the_row(statement: str) -> None:
     assert isinstance(next(sending), Execute)
     assert isinstance(sending.throw(PoolExhausted("all are in use")), Sleep)
     assert isinstance(sending.send(None), Execute)
-
-
-def test_a_grant_that_comes_too_late_is_no_grant() -> None:
-    """Its statement took longer than the lease: it is given back."""
-    world = World()
-
-    def slow(step: Execute) -> Rows:
-        rows = world.execute(step)
-        world.time += 0.95
-        return rows
-
-    found = play(world, acquire(world, ttl=1.0), {("create", 0): slow})
-    assert isinstance(found, Grant)
-    assert world.time < found.trusted_until
-    assert len(world.granted["k"]) == 3
 
 
 @pytest.mark.parametrize(("seconds", "refused"), [(0.005, True), (0.1, False)])

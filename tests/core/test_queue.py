@@ -24,7 +24,6 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.common import FLOW
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-from tests.conftest import timed
 from tests.support.model import World, lost_after, play, wish
 from tests.support.steps import NO_STORE
 
@@ -137,23 +136,6 @@ def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Ste
 def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
     """Somebody else stands in the queue."""
     return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "waiter_ttl": HOUR, "channel": channel})[0][0])
-
-
-def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease has ended before the answer: the waiter stands in the queue anew."""
-    world = World()
-    _ = held_by(world, ttl=0.5)
-    timed(monkeypatch, waiter_ttl=50.0)
-
-    def slowly(step: Execute) -> Any:
-        rows = world.execute(step)
-        world.time += 40
-        return rows
-
-    grant = play(world, waiter(world), {("accept", 0): slowly})
-    assert isinstance(grant, Grant)
-    assert world.time < grant.trusted_until
-    assert world.rows["k"]["owner"] == grant.tenure.owner
 
 
 @pytest.mark.parametrize("kind", KINDS)

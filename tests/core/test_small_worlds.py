@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from dblock.core.protocol.queue import QueuePlace
 from dblock.core.values import QUARANTINE, Grant
 from tests.core.conftest import HOUR
 from tests.support import explore as explore_module
-from tests.support.explore import FAULTS, SWITCH, TTL, UNDOING, Explored, Small, explore, small
+from tests.support.explore import FAULTS, SWITCH, TTL, UNDOING, Explored, Small, explore, in_any_epoch, small
 from tests.support.lab import LONG
 from tests.support.model import World
 from tests.support.steps import skipped
@@ -107,43 +107,29 @@ def test_a_switch_to_a_clock_that_is_ahead(dialect: str, monkeypatch: pytest.Mon
     assert explored((1, 1), (None, None), SWITCH, dialect, preemptions=math.inf if LONG else 0).states > 50
 
 
-@pytest.mark.timeout(7200 if LONG else 300)
-@pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
-def test_three_flows(sizes: Sizes, timeouts: Timeouts) -> None:
-    """Of two processes, or of three, whose orders are minutes of work: with three preemptions in `make test`."""
-    assert explored(sizes, timeouts, None, preemptions=math.inf if LONG else 3).states > 2000
+def larger() -> Iterator[tuple[Sizes, Timeouts, str | None, float, int]]:
+    """Worlds of three and four flows, how many preemptions are tried there, and how many states there are at least.
 
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)] if LONG else [(1, 1, 1)])
-def test_three_flows_and_a_crash(sizes: Sizes) -> None:
-    """Of the database, that takes back what one of them has handed over, or two."""
-    seen = explored(sizes, (None,) * 3, "crash", preemptions=2 if LONG else 0)
-    assert seen.states > (5000 if LONG else 4000)
-
-
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
-def test_three_flows_and_a_fault(sizes: Sizes, timeouts: Timeouts, fault: str) -> None:
-    _ = explored(sizes, timeouts, fault)
+    With few preemptions, since all orders are too many (M. Musuvathi, S. Qadeer: Iterative context bounding for
+    systematic testing of multithreaded programs, PLDI 2007).
+    """
+    two_each: tuple[Sizes, Timeouts] = (2, 2), (None,) * 4
+    for sizes, timeouts in LARGE:
+        yield sizes, timeouts, None, math.inf if LONG else 3, 2000
+    yield (1, 1, 1), (None,) * 3, "crash", 2 if LONG else 0, 5000 if LONG else 4000
+    yield *two_each, "death", 2 if LONG else 1, 2000
+    if LONG:
+        yield (2, 1), (None,) * 3, "crash", 2, 5000
+        yield *two_each, None, math.inf, 0
+        yield from ((*world, fault, math.inf, 0) for fault in FAULTS for world in LARGE)
+        yield from ((*two_each, fault, 2, 2000) for fault in (None, *FAULTS) if fault != "death")
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_two_flows_of_two_processes_and_a_fault(fault: str | None) -> None:
-    """With few preemptions, since all orders are too many (M. Musuvathi, S. Qadeer: Iterative context bounding for
-    systematic testing of multithreaded programs, PLDI 2007)."""
-    if not (LONG or fault == "death"):
-        pytest.skip("part of `make faults`")
-    assert explored((2, 2), (None,) * 4, fault, preemptions=2 if LONG else 1).states > 2000
-
-
-@pytest.mark.skipif(not LONG, reason="part of `make faults`")
-@pytest.mark.timeout(7200)
-def test_two_flows_of_two_processes() -> None:
-    _ = explored((2, 2), (None,) * 4, None)
+@pytest.mark.parametrize(("sizes", "timeouts", "fault", "preemptions", "least"), [*larger()])
+def test_more_flows(sizes: Sizes, timeouts: Timeouts, fault: str | None, preemptions: float, least: int) -> None:
+    """Of several processes; and a crash of the database takes back what one of them has handed over, or two."""
+    assert explored(sizes, timeouts, fault, preemptions=preemptions).states > least
 
 
 # -- what the worlds notice
@@ -346,28 +332,12 @@ def trusts_the_old_clock(patch: Callable[..., None]) -> None:
 
 def creates_without_asking(patch: Callable[..., None]) -> None:
     """The first tenure of a key begins whatever the epoch says. (The other statements: `tests.statements.families`.)"""
-    create = World._create
-
-    def anyhow(self: World, p: dict[str, Any]) -> Any:
-        epoch, self.epoch = self.epoch, {**self.epoch, "server": self.server, "opens_at": 0.0}
-        rows = create(self, p)
-        self.epoch = epoch
-        return rows
-
-    patch(World, "_create", anyhow)
+    patch(World, "_create", in_any_epoch("_create"))
 
 
 def grants_without_asking(patch: Callable[..., None]) -> None:
     """A grant begins a tenure whatever the epoch says."""
-    grant = World._grant
-
-    def anyhow(self: World, p: dict[str, Any]) -> Any:
-        epoch, self.epoch = self.epoch, {**self.epoch, "server": self.server, "opens_at": 0.0}
-        rows = grant(self, p)
-        self.epoch = epoch
-        return rows
-
-    patch(World, "_grant", anyhow)
+    patch(World, "_grant", in_any_epoch("_grant"))
 
 
 MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str | None]] = [

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dblock.core.acquire.request import Request
+from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
@@ -38,7 +40,6 @@ class Post:
         """None: messages come through the registry."""
 
     def notify(self, channel: str, text: str) -> bool:
-        self._world.calls.append(channel)
         wakeups = self._world.listening.get(channel)
         if wakeups is not None:
             wakeups.on_message(text)
@@ -79,8 +80,6 @@ class World:
     """Of the one process that all are in, unless they are said to be in another."""
     listening: dict[str, Wakeups] = field(default_factory=dict)
     """Those who wait in other processes, by the channel on which each is notified."""
-    calls: list[str] = field(default_factory=list)
-    """The channels that neighbours have notified."""
     covered: bool = False
     """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
     server: int = 1
@@ -399,6 +398,25 @@ class World:
             return []
         row |= {"owner": None, "count": 0, "expires_at": self.time}
         return [(row["served"] + 1 if row["last"] > row["served"] else 0,)]
+
+
+class ModelProcess(WaiterServices):
+    """A process of a world: its local queues, and which of its flows hold the key."""
+
+    queues_locally = True
+    channel = ""
+    post: type[Post] = Post
+
+    def __init__(self, world: World, number: int = 0) -> None:
+        self.channel, self.wakeups, self.holding = f"world_{number}", Wakeups(), set[int]()
+        world.listening[self.channel] = self.wakeups
+        self.site = Site(world.database(), self.wakeups, lambda: cast("LocalSockets", self.post(world, self.channel)))
+
+    def holds(self, key: str) -> bool:
+        return bool(self.holding)
+
+    def keep(self, place: QueuePlace) -> bool:
+        return True
 
 
 def copied(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
