@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -189,30 +189,28 @@ def test_what_is_for_the_other_server_is_left_out(database: str) -> None:
     sql = "a /*M! :b */ c /*!80017 :d */ /* e */"
     mariadb = database == "mariadb"
     expected = "a :b c /* e */" if mariadb else "a c :d /* e */"
-    statement = on_server(named(DIALECTS[database], "take"), mariadb=mariadb)
-    assert " ".join(on_server(_with(statement, sql), mariadb=mariadb).sql.split()) == expected
-
-
-def _with(statement: Statement, sql: str) -> Statement:
-    return Statement(statement.name, sql, statement.reply)
+    statement = replace(named(DIALECTS[database], "take"), sql=sql)
+    assert " ".join(on_server(statement, mariadb=mariadb).sql.split()) == expected
 
 
 def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> None:
     """Each statement is executed with texts as all of its texts; none is refused, and another's lock stays."""
     store = actor.do(subject.lock("witness")._place.store)
-    run_one = store.execute if subject.face == "sync" else store.aexecute
-    witness = _parameters("witness", "someone")
     dialect = store.database.dialect
-    assert actor.do(partial(run_one, Execute(NO_STORE, dialect.create, witness)))
+    assert actor.do(partial(_executed, subject, store, dialect.create, _parameters("witness", "someone")))
     everything = statements(dialect) | {each.name: each for each in STATES[dialect.name]}
-    _ = actor.do(partial(run_one, Execute(NO_STORE, everything.pop("make_states"), {})))
+    _ = actor.do(partial(_executed, subject, store, everything.pop("make_states"), {}))
     left_out = {"pin"}  # it runs in the caller's transaction: see below
     if dialect.call is not None:
         left_out |= {"call", "listen"}  # they name a session and no text: see `tests.servers.test_listener`
+
+    async def take(text: str, names: list[str]) -> None:
+        for name in names:
+            _ = await _executed(subject, store, everything[name], _parameters(text, text))
+
     try:
         for number, text in enumerate(TEXTS):
-            for name in sorted(everything.keys() - left_out)[number % SHARE :: SHARE]:
-                _ = actor.do(partial(run_one, Execute(NO_STORE, everything[name], _parameters(text, text))))
+            actor.do(partial(take, text, sorted(everything.keys() - left_out)[number % SHARE :: SHARE]))
             run(subject.database, "DELETE FROM locks WHERE lock_key <> 'witness'")
             run(subject.database, "DELETE FROM lock_waiters")
     finally:
@@ -220,63 +218,72 @@ def test_every_statement_takes_every_text(subject: Strange, actor: Actor) -> Non
     assert run(subject.database, "SELECT lock_key, owner, count FROM locks") == [("witness", "someone", 1)]
 
 
+async def _executed(subject: Strange, store: Any, statement: Statement, given: dict[str, Any]) -> Any:
+    """What a statement answers; in a coroutine that serves either face (`Actor.do`)."""
+    step = Execute(NO_STORE, statement, given)
+    return store.execute(step) if subject.face == "sync" else await store.aexecute(step)
+
+
 def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor) -> None:
     """As key, owner, and whatever else: what comes back is what was given, and lists of them find their rows."""
     store = actor.do(subject.lock("witness")._place.store)
-    run_one = store.execute if subject.face == "sync" else store.aexecute
-    dialect = store.database.dialect
-
-    def rows(name: str, **given: Any) -> list[tuple[Any, ...]]:
-        step = Execute(NO_STORE, named(dialect, name), {**_parameters(text, text), **given})
-        return [tuple(row) for row in actor.do(partial(run_one, step))]
-
     for text in TEXTS:
-        [(fence,)] = rows("create")
-        leases = json.dumps([{"key": text, "owner": text, "fence": int(fence), "life": 9.0, "not_notified": 0}])
-        assert len(rows("renew", leases=leases)) == 1
-        assert rows("alive", leases=leases) == [(text, text, int(fence), None)]
-        [row] = rows("inspect")
-        assert (row[0], *(row[column] for column in (6, 7, 9, 10, 11))) == (text,) * 6
-        assert len(rows("revoke", fence=fence)) == 1
-        assert rows("inspect")[0][-4] == text
-        assert len(rows("free", fence=fence)) == 1
-        assert rows("list_keys", free=1, after="", upto=text)[0][0] == text
-        assert rows("next_keys", after="")[0][0] == text
-        [ticket, *_] = rows("join", waiter_ttl=30.0)[0]
-        assert rows("first_waiter", first=0) == [(ticket, text, text)]
-        assert dialect.join_answers or rows("announce", ticket=ticket)
-        assert len(rows("heartbeat")) == 1
-        assert len(rows("leave_queue")) == 1
-        assert len(rows("note")) == 1
-        _shares(text, rows)
-        assert rows("list_events")[0][0] == text
-        assert len(rows("reap", retention=-10.0)) == (0 if dialect.single_writer else 1) or text
+        actor.do(partial(_is_stored_and_found, subject, store, text))
         run(subject.database, "DELETE FROM locks")
 
 
-def _shares(text: str, rows: Callable[..., list[tuple[Any, ...]]]) -> None:
+async def _is_stored_and_found(subject: Strange, store: Any, text: str) -> None:
+    dialect = store.database.dialect
+
+    async def rows(name: str, **given: Any) -> list[tuple[Any, ...]]:
+        found = await _executed(subject, store, named(dialect, name), {**_parameters(text, text), **given})
+        return [tuple(row) for row in found]
+
+    [(fence,)] = await rows("create")
+    leases = json.dumps([{"key": text, "owner": text, "fence": int(fence), "life": 9.0, "not_notified": 0}])
+    assert len(await rows("renew", leases=leases)) == 1
+    assert await rows("alive", leases=leases) == [(text, text, int(fence), None)]
+    [row] = await rows("inspect")
+    assert (row[0], *(row[column] for column in (6, 7, 9, 10, 11))) == (text,) * 6
+    assert len(await rows("revoke", fence=fence)) == 1
+    assert (await rows("inspect"))[0][-4] == text
+    assert len(await rows("free", fence=fence)) == 1
+    assert (await rows("list_keys", free=1, after="", upto=text))[0][0] == text
+    assert (await rows("next_keys", after=""))[0][0] == text
+    [ticket, *_] = (await rows("join", waiter_ttl=30.0))[0]
+    assert await rows("first_waiter", first=0) == [(ticket, text, text)]
+    assert dialect.join_answers or await rows("announce", ticket=ticket)
+    assert len(await rows("heartbeat")) == 1
+    assert len(await rows("leave_queue")) == 1
+    assert len(await rows("note")) == 1
+    await _shares(text, rows)
+    assert (await rows("list_events"))[0][0] == text
+    assert len(await rows("reap", retention=-10.0)) == (0 if dialect.single_writer else 1) or text
+
+
+async def _shares(text: str, rows: Callable[..., Awaitable[list[tuple[Any, ...]]]]) -> None:
     """A reader and a permit of that key, and what its door finds out."""
     door, kind = text + "door", 1
     reader, slot = reader_key(door, text), slot_key(door, 3)
     bounds = bounds_of_shares(door)
-    [(fence,)] = rows("create", key=door, kind=kind)
-    assert len(rows("await_leaving", key=door, fence=fence)) == 1
-    [(held,)] = rows("read", key=reader, door=door, kind=kind)
-    assert [row[:3] for row in rows("listed", **bounds)] == [(reader, text, int(held))]
-    assert rows("alone", key=door, fence=fence, **bounds) == []
-    assert rows("awaited", door=door) == [(text, int(fence))]
-    left = rows("leave_read", key=reader, door=door, fence=held)
+    [(fence,)] = await rows("create", key=door, kind=kind)
+    assert len(await rows("await_leaving", key=door, fence=fence)) == 1
+    [(held,)] = await rows("read", key=reader, door=door, kind=kind)
+    assert [row[:3] for row in await rows("listed", **bounds)] == [(reader, text, int(held))]
+    assert await rows("alone", key=door, fence=fence, **bounds) == []
+    assert await rows("awaited", door=door) == [(text, int(fence))]
+    left = await rows("leave_read", key=reader, door=door, fence=held)
     assert left in ([(text, int(fence))], [()])
-    assert len(rows("alone", key=door, fence=fence, **bounds)) == 1
-    [(held,)] = rows("read", key=reader, door=door, kind=kind, holder=text, holders_fence=fence)
-    assert len(rows("end_expired", names=json.dumps([reader]))) == 0
-    assert len(rows("free", key=reader, fence=held)) == 1
-    assert len(rows("end_expired", names=json.dumps([reader], ensure_ascii=False))) == 1
-    [(held,)] = rows("create", key=slot, kind=kind)
-    assert len(rows("leave_slot", key=slot, door=door, fence=held)) == 1
-    assert len(rows("release", key=door, fence=fence)) == 1
-    [(held,)] = rows("take_slot", key=slot, door=door, kind=kind)
-    assert len(rows("leave_slot", key=slot, door=door, fence=held)) == 1
+    assert len(await rows("alone", key=door, fence=fence, **bounds)) == 1
+    [(held,)] = await rows("read", key=reader, door=door, kind=kind, holder=text, holders_fence=fence)
+    assert len(await rows("end_expired", names=json.dumps([reader]))) == 0
+    assert len(await rows("free", key=reader, fence=held)) == 1
+    assert len(await rows("end_expired", names=json.dumps([reader], ensure_ascii=False))) == 1
+    [(held,)] = await rows("create", key=slot, kind=kind)
+    assert len(await rows("leave_slot", key=slot, door=door, fence=held)) == 1
+    assert len(await rows("release", key=door, fence=fence)) == 1
+    [(held,)] = await rows("take_slot", key=slot, door=door, kind=kind)
+    assert len(await rows("leave_slot", key=slot, door=door, fence=held)) == 1
 
 
 def test_a_key_is_a_lock_or_refused(subject: Strange, actor: Actor) -> None:
