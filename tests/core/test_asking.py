@@ -51,11 +51,6 @@ def test_each_result_that_was_left_is_undone_once() -> None:
         assert undone == ["granted"] * ("leave" in order), order
 
 
-@pytest.fixture
-def asks() -> Asks:
-    return Asks()
-
-
 def ask(store: FakeStore, steps: Steps[Any], undone: list[Any], wakeup: Wakeup) -> Ask[Any]:
     def undo(result: Any) -> Steps[None]:
         undone.append(result)
@@ -64,9 +59,9 @@ def ask(store: FakeStore, steps: Steps[Any], undone: list[Any], wakeup: Wakeup) 
     return Ask(store, steps, wakeup, undo)
 
 
-def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
+def test_an_ask_that_waits_is_woken_when_it_is_left() -> None:
     """And cleans up as after an interrupt."""
-    said: list[str] = []
+    asks, said = Asks(), list[str]()
 
     def steps() -> Steps[None]:
         try:
@@ -82,9 +77,9 @@ def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
     assert until(lambda: not asks.busy)
 
 
-def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
+def test_a_database_that_does_not_answer_is_not_waited_for_again() -> None:
     """Until it answers; and meanwhile no more than one thread asks it."""
-    store, wakeup, undone, open_again = FakeStore(), Wakeup(), list[Any](), threading.Event()
+    asks, store, wakeup, undone, open_again = Asks(), FakeStore(), Wakeup(), list[Any](), threading.Event()
 
     def slow() -> Steps[str]:
         while not open_again.is_set():

@@ -206,27 +206,19 @@ def test_every_fault_at_every_step(raises: bool) -> None:
 # -- what the world notices
 
 
-def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transaction is not guarded."""
-    monkeypatch.setattr(Lock, "guard", lambda *_: None)
+def tell(late: LockError, _: object) -> None:
+    raise late
 
 
-def told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leaving the lock meets is raised."""
-
-    def tell(late: LockError, _: object) -> None:
-        raise late
-
-    monkeypatch.setattr(guarded_module, "_tell", tell)
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "the transaction is not guarded": (Lock, "guard", lambda *_: None),
+    "what leaving the lock meets is raised": (guarded_module, "_tell", tell),
+    "the pin is believed without a look at the row": (operations, "verify", skipped()),
+}
 
 
-def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pin is believed without a look at the row."""
-    monkeypatch.setattr(operations, "verify", skipped())
-
-
-@pytest.mark.parametrize("mistake", [unguarded, told_after_all, unverified])
-def test_the_world_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake(monkeypatch)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_world_notices(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MISTAKES[mistake])
     with contextlib.suppress(Interrupted), pytest.raises(AssertionError):
         _ = explored(1, raises=False)
