@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from dblock.core.observing.observers import observe
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.support.lab import until
-from tests.support.subjects import Actor, Subject
+from tests.support.subjects import Actor, Actors, Subject
 
 
 @pytest.fixture
@@ -52,8 +51,7 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
     """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
     how: list[str] = []
     stop = observe(lambda event: how.append(event.how), Kind.ACQUIRED)
-    holder = either.lock("k", ttl=60, label="first")
-    actor.call(holder, "acquire")
+    holder = actor.hold(either.lock("k", ttl=60, label="first"))
     fence = actor.get(holder, "fence")
     lock, waiting = start(either, other, ttl=20, label="second")
     assert waiters(either) == 0
@@ -76,13 +74,10 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_others_have_their_turn(
-    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_have_their_turn(either: Subject, actor: Actor, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
     """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
     monkeypatch.setattr(handover, "MOST_LOCAL", 2)
-    holder = either.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(either.lock("k"))
     stranger(either, 7, 600)
     either.run("UPDATE locks SET last_ticket = 7")
     crowd = [(other, *start(either, other, timeout=1.0 if n == 2 else 30)) for n, other in enumerate(actors(3))]
@@ -98,10 +93,9 @@ def test_others_have_their_turn(
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors: Actors) -> None:
     """The first of a local queue runs out of time, and the one behind it is handed the key."""
-    holder = either.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(either.lock("k"))
     impatient, patient = actors(2)
     _, gives_up = start(either, impatient, timeout=0.3)
     lock, waits = start(either, patient)
@@ -114,7 +108,7 @@ def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors:
 
 
 def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
-    either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, other: Actor, actors: Actors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the key went on inside the process, and not whom the first of them saw."""
     # The first is granted the key by the database. No listener: it would listen for a minute, beside later tests.

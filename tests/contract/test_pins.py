@@ -24,8 +24,9 @@ from dblock.operating.statements.administration import ask
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SERVERS, observer, run, timed, url
+from tests.contract.test_queue import LATER, stranger
 from tests.support.hung import MINE, SHOWN, hung
-from tests.support.lab import SOME
+from tests.support.lab import SOME, leave_rows
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import HOSTILE
 
@@ -38,18 +39,6 @@ def look(where: str | URL, *keys: str) -> dict[str, Pinned]:
         return drive(pinned(store.database, keys))
     finally:
         engine.dispose()
-
-
-def leave_a_row(database: str, key: str, owner: str | None) -> None:
-    """Of a key whose lease has ended, or that was given back."""
-    columns = "lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program"
-    run(
-        database,
-        f"INSERT INTO locks ({columns}, celery_task_id)"
-        " VALUES (:key, :owner, 1, 1, 30, '2026-01-01', '2026-01-01', '', 'h', 1, 't', 'p', '')",
-        key=key,
-        owner=owner,
-    )
 
 
 FACES = [each for each in SOME if each.database in SERVERS]
@@ -79,8 +68,7 @@ def test_only_what_is_pinned_is_said_to_be(database: str) -> None:
     """Whatever is in the key; not its neighbours, not a lease that has merely ended, and no key without a row."""
     keys = ("k", HOSTILE.replace("\0", "")[:255], "a'b\\c", "🔒 1", "ü" * 255)
     others = ("K", "k ", "a'b\\d", "🔑 1", "🔒 1 ", "l")
-    for key in others:
-        leave_a_row(database, key, "x")
+    leave_rows(database, *others, owner="x")
     with hung(database, *keys) as (_, session):
         found = look(database, *keys, *others, "never")
         assert set(found) == set(keys)
@@ -97,7 +85,7 @@ def test_only_what_is_pinned_is_said_to_be(database: str) -> None:
 def test_a_strangers_lock_on_the_row(database: str) -> None:
     """Keeps a key as a pin does, and is told as one."""
     engine = create_engine(url(database), poolclass=NullPool)
-    leave_a_row(database, "k", None)
+    leave_rows(database, "k")
     with engine.connect() as stranger:
         stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
         session = str(stranger.execute(text(MINE[database])).scalar_one())
@@ -110,20 +98,12 @@ def test_a_strangers_lock_on_the_row(database: str) -> None:
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_which_keys_a_survey_lists(database: str) -> None:
     """A key that was given back under its guard is listed as pinned if somebody waits for it; other free ones not."""
-    leave_a_row(database, "free", None)
+    leave_rows(database, "free")
     with hung(database, "expired", "given back", "guarded") as (_, session):
         run(database, "UPDATE locks SET owner = NULL, last_ticket = served_ticket + 1 WHERE lock_key = 'given back'")
-        ahead = {"postgresql": "clock_timestamp() + interval '1 minute'"}.get(
-            database, "UTC_TIMESTAMP(6) + INTERVAL 1 MINUTE"
-        )
-        run(database, f"UPDATE locks SET expires_at = {ahead} WHERE lock_key = 'guarded'")
-        places = "owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at"
-        run(
-            database,
-            f"INSERT INTO lock_waiters ({places}, expires_at)"
-            " SELECT 'w', lock_key, last_ticket, 30, '', 'h', 1, 't', 'p', '', '',"
-            f" acquired_at, {ahead} FROM locks WHERE lock_key = 'given back'",
-        )
+        run(database, f"UPDATE locks SET expires_at = {LATER[database]} WHERE lock_key = 'guarded'", seconds=60)
+        [(ticket,)] = run(database, "SELECT last_ticket FROM locks WHERE lock_key = 'given back'")
+        stranger(Subject("sqlalchemy", "sync", database), ticket, 60, key="given back")
         store = store_for(observer(database))
         rows = {row.info.key: row for row in drive(administration.survey(store))}
         assert {key: row.state for key, row in rows.items()} == {
@@ -141,7 +121,7 @@ def test_a_survey_reads_a_few_rows_at_a_time(database: str, monkeypatch: pytest.
     """And misses none of those that somebody has, wherever a page ends; nor reads far beyond a prefix."""
     owners = {"a": None, "b": "x", "c": None, "d": None, "e": None, "f": "x", "fa": None, "g": "x", "h": None}
     for key, owner in owners.items():
-        leave_a_row(database, key, owner)
+        leave_rows(database, key, owner=owner)
     store = store_for(observer(database))
     asked: list[str] = []
 

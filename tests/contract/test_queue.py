@@ -15,8 +15,8 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import SELDOM, timed
 from tests.contract.conftest import AXES
-from tests.support.lab import PROTOCOL, remaining, renewed, until
-from tests.support.subjects import Actor, Subject, twin
+from tests.support.lab import PROTOCOL, remaining, until
+from tests.support.subjects import Actor, Actors, Subject, twin
 
 WAITERS = """
 SELECT count(*) FROM lock_waiters
@@ -58,24 +58,26 @@ LATER["mariadb"] = LATER["mysql"]
 """So many seconds from now, by the database's clock."""
 
 
-def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s", ttl: float = 30) -> None:
+def stranger(
+    subject: Subject, ticket: Any, seconds: float, name: str = "s", *, ttl: float = 30, key: str = "k"
+) -> None:
     """Enqueue a waiter that no flow belongs to, as a killed process leaves it, for so many seconds."""
     later = LATER[subject.protocol.dialect.name]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
         " channel, joined_at, expires_at)"
-        f" VALUES (:name, 'k', :ticket, :ttl, '', 'h', 1, '', '', '', '', {later}, {later})",
+        f" VALUES (:name, :key, :ticket, :ttl, '', 'h', 1, '', '', '', '', {later}, {later})",
         name=name,
+        key=key,
         ttl=ttl,
         ticket=ticket,
         seconds=seconds,
     )
 
 
-def test_first_come_first_served(everywhere: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_first_come_first_served(everywhere: Subject, actor: Actor, actors: Actors) -> None:
     """Those who wait get the key in the order in which they came, each with a new fence; a process has one place."""
-    holder = everywhere.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(everywhere.lock("k"))
     crowd = actors(4)
     waiting = [(other, *wait_for(everywhere, other)) for other in crowd]
     fences = [actor.get(holder, "fence")]
@@ -96,8 +98,7 @@ def test_first_come_first_served(everywhere: Subject, actor: Actor, actors: Call
 
 def test_newcomers_do_not_overtake(protocol: Subject, actor: Actor, other: Actor) -> None:
     """While somebody waits, a try fails even if the key is free; with `fair=False` it may succeed."""
-    lock = protocol.lock("k")
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock("k"))
     actor.call(lock, "release")
     stranger(protocol, 7, 600)
     protocol.run("UPDATE locks SET last_ticket = 7")  # free, and somebody waits: its releaser died in between
@@ -109,8 +110,7 @@ def test_newcomers_do_not_overtake(protocol: Subject, actor: Actor, other: Actor
 
 def test_a_queue_of_the_dead_is_no_obstacle(protocol: Subject, actor: Actor) -> None:
     """Waiters whose places have ended are passed over together, by a try as well."""
-    lock = protocol.lock("k")
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock("k"))
     actor.call(lock, "release")
     for n in range(20):
         stranger(protocol, n + 1, 0.0, f"s{n}")
@@ -125,8 +125,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(protocol: Subject, actor: Actor) -> 
 def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
     timed(monkeypatch, attention=60.0, linger=60.0)
-    lock = protocol.lock("k")
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock("k"))
     stranger(protocol, 1, 600)
     protocol.run("UPDATE locks SET last_ticket = 1")
     actor.call(lock, "release")
@@ -146,26 +145,9 @@ def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pyte
     assert until(lambda: cycle() == ["take", "release"])
 
 
-def test_a_waiter_gets_what_it_asked_for(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """The tenure that was handed over has its ttl, label and identity, and is renewed."""
-    holder = protocol.lock("k", ttl=60, label="first")
-    actor.call(holder, "acquire")
-    lock, waiting = wait_for(protocol, other, ttl=3, label="second")
-    actor.call(holder, "release")
-    assert waiting.result(30) is True
-    row = protocol.row("k")
-    assert (row["ttl"], row["label"], row["count"]) == (3, "second", 1)
-    assert row["owner"] == other.get(lock, "owner")
-    assert 0 < other.get(lock, "remaining") <= 3
-    assert renewed(protocol)
-    assert other.call(lock, "verify") is True
-    other.call(lock, "release")
-
-
 def test_who_gives_up_leaves_nothing(protocol: Subject, actor: Actor, other: Actor) -> None:
     """At the timeout, to 50 ms of waiting; the key then goes to the next that asks."""
-    holder = protocol.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(protocol.lock("k"))
     lock = protocol.lock("k", timeout=0.4)
     other.call(protocol.lock("warm"), "acquire")
     begun = time.monotonic()
@@ -179,8 +161,7 @@ def test_who_gives_up_leaves_nothing(protocol: Subject, actor: Actor, other: Act
 def test_a_place_is_kept(protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
     timed(monkeypatch, waiter_ttl=3.0)
-    holder = protocol.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(protocol.lock("k"))
     lock, waiting = wait_for(protocol, other)
     tickets = protocol.run("SELECT ticket FROM lock_waiters")
     ends = protocol.run("SELECT expires_at FROM lock_waiters")
@@ -203,20 +184,21 @@ HEIRS: list[tuple[Subject, dict[str, Any]]] = [
 def test_an_heir_begins_on_the_lease_of_its_place(
     subject: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a statement of its own; the first renewal makes the lease whole.
+    """Without a statement of its own; the first renewal makes the lease whole. It has the label that it asked for.
 
-    Where none will come, or with other options, it asks first.
+    Where no renewal will come, or with other options, it asks first.
     """
     if not subject.lock("k")._place.store().renewable:
         pytest.skip("nobody keeps its place")
     timed(monkeypatch, waiter_ttl=1.2)
-    holder = subject.lock("k")
-    actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other, ttl=20, **options)
+    holder = actor.hold(subject.lock("k"))
+    lock, waiting = wait_for(subject, other, ttl=20, label="second", **options)
     sent = listen_in(subject, monkeypatch)
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    left = other.get(lock, "remaining")
+    left, row = other.get(lock, "remaining"), subject.row("k")
+    assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
+    assert row["owner"] == other.get(lock, "owner")
     accepted = "accept" in [name for name, _ in sent]
     if options:
         assert left > 18
@@ -233,8 +215,7 @@ def test_an_heir_begins_on_the_lease_of_its_place(
 @pytest.mark.parametrize("fair", [True, False])
 def test_a_lease_is_no_longer_than_was_asked_for(protocol: Subject, actor: Actor, other: Actor, fair: bool) -> None:
     """From the first moment of a tenure that came through the queue: not as long as the place there."""
-    holder = protocol.lock("k")
-    actor.call(holder, "acquire")
+    holder = actor.hold(protocol.lock("k"))
     lock, waiting = wait_for(protocol, other, ttl=1, renew=False, fair=fair)
     actor.call(holder, "release")
     assert waiting.result(30) is True
@@ -247,12 +228,11 @@ def test_a_lease_is_no_longer_than_was_asked_for(protocol: Subject, actor: Actor
 
 
 def test_no_herd_when_a_lease_ends(
-    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, actors: Actors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first waiter polls and is granted the key; the others poll later, each after those before it; that is all."""
     timed(monkeypatch, settle=0.3, **SELDOM)
-    holder = either.lock("k", ttl=60, renew=False)
-    actor.call(holder, "acquire")
+    actor.hold(either.lock("k", ttl=60, renew=False))
     waits = [(other, *wait_for(either, other, fair=False)) for other in actors(5)]  # each as if in another process
     queued = [owner for (owner,) in either.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(either, monkeypatch)
@@ -290,33 +270,29 @@ def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return sent
 
 
-def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """Its row is gone, or its ticket was served to nobody: it notices, and gets the key all the same."""
-    holder = protocol.lock("k")
-    for harm in ("DELETE FROM lock_waiters", "UPDATE locks SET served_ticket = last_ticket"):
-        actor.call(holder, "acquire")
-        lock, waiting = wait_for(protocol, other)
-        protocol.run(harm)
+@pytest.mark.parametrize(
+    "harm",
+    ["DELETE FROM lock_waiters", "UPDATE locks SET served_ticket = last_ticket", "DELETE FROM locks"],
+    ids=["no place", "served to nobody", "no row"],
+)
+def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor, harm: str) -> None:
+    """It notices, and gets the key all the same; a holder whose row is gone is told at its release that it lost it."""
+    holder = actor.hold(protocol.lock("k"))
+    lock, waiting = wait_for(protocol, other)
+    protocol.run(harm)
+    if harm == "DELETE FROM locks":
+        assert waiting.result(10) is True
+        with pytest.raises(LockLost):
+            actor.call(holder, "release")
+    else:
         time.sleep(0.2)
         actor.call(holder, "release")
         assert waiting.result(10) is True
-        other.call(lock, "release")
-
-
-def test_a_row_deleted_under_its_waiters(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """By hand, with the holder: a waiter gets the key, and the holder's release says that it was lost."""
-    holder = protocol.lock("k")
-    actor.call(holder, "acquire")
-    lock, waiting = wait_for(protocol, other)
-    protocol.run("DELETE FROM locks")
-    assert waiting.result(10) is True
     other.call(lock, "release")
     assert waiters(protocol) == 0
-    with pytest.raises(LockLost):
-        actor.call(holder, "release")
 
 
-def test_a_circle_is_broken_by_its_youngest(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_a_circle_is_broken_by_its_youngest(protocol: Subject, actors: Actors) -> None:
     """Each holds a key and waits for the next one's: who joined last is told so within a second, and by whom."""
     crowd = actors(3)
     locks = {(flow, key): protocol.lock(key, timeout=30) for flow in range(3) for key in "abc"}
@@ -353,9 +329,8 @@ def test_a_circle_is_broken_by_its_youngest(protocol: Subject, actors: Callable[
 
 def test_a_circle_over_two_engines_or_aliases(either: Subject, actor: Actor, other: Actor) -> None:
     """Of one database: each holds a key through one and waits through the other."""
-    a, b = either.lock("a"), twin(either).lock("b")
-    actor.call(a, "acquire")
-    other.call(b, "acquire")
+    actor.hold(either.lock("a"))
+    b = other.hold(twin(either).lock("b"))
     first = actor.begin(twin(either).lock("b", timeout=9), "acquire")
     assert until(lambda: waiters(either) == 1)
     with pytest.raises(LockDeadlock) as caught:
@@ -406,15 +381,11 @@ def test_what_is_past_closes_no_circle(
         assert waiting.result(20) is True
 
 
-def test_a_chain_is_no_circle(
-    protocol: Subject, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_is_no_circle(protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that holds keys and waits for others just waits; and a key that was handed over counts for its bearer."""
     timed(monkeypatch, deadlock_check=0.2)
     one, two, three = actors(3)
-    a, b = protocol.lock("a", timeout=30), protocol.lock("b", timeout=30)
-    one.call(a, "acquire")
-    two.call(b, "acquire")
+    a, b = one.hold(protocol.lock("a", timeout=30)), two.hold(protocol.lock("b", timeout=30))
     token = one.call(a, "detach")
     taken = three.do(lambda: protocol.api("attach", token))
     waits = [one.begin(b, "acquire")]

@@ -39,7 +39,7 @@ from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import observer, ready, run
 from tests.contract.test_secrets import without
-from tests.support.lab import close_django, in_child, renew, together, until
+from tests.support.lab import close_django, in_child, interrupt, renew, together, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -58,10 +58,29 @@ class Place(NamedTuple):
 
 
 WAITS = (0.0, 0.002, 0.005, 0.02, 0.1, 0.4)
-each_face = pytest.mark.parametrize("place", FACES, indirect=True, ids="-".join)
+PAIR = FACES if PRODUCT else [FACES[0], FACES[3]]
 
 
-@pytest.fixture(params=FACES if PRODUCT else [FACES[0], FACES[3]], ids="-".join)
+def of(faces: list[tuple[str, str]]) -> Any:
+    """For a test of these faces alone."""
+    return pytest.mark.parametrize("place", faces, indirect=True, ids="-".join)
+
+
+each_face = of(FACES)
+in_threads = of([each for each in PAIR if each[1] == "sync"])
+in_tasks = of([each for each in PAIR if each[1] == "async"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines() -> Iterator[None]:
+    """Of all tests."""
+    yield
+    actor = Actor(Subject("sqlalchemy", "async", "postgresql", "asyncpg"))  # on the event loop of them all
+    close(actor)
+    actor.close()
+
+
+@pytest.fixture(params=PAIR, ids="-".join)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     for database in THREE:
         ready(request, database)
@@ -72,8 +91,9 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         Actor(Subject(variant, face, "postgresql", "asyncpg" if (variant, face) == FACES[3] else "")) for _ in "ab"
     ]
     yield Place(variant, face, actors)
-    assert until(lambda: not the_asks().busy)
-    close(actors[0])
+    assert until(lambda: not the_asks().busy)  # one that answers late is told all the same
+    held = "SELECT lock_key FROM locks WHERE owner IS NOT NULL AND owner <> 'another'"
+    assert until(lambda: not any(run(each, held) for each in THREE), 3), "the test has left something behind"
     for actor in actors:
         actor.close()
     if variant == "django":
@@ -108,8 +128,7 @@ def stranger(database: str) -> Iterator[None]:
 @each_face
 def test_a_majority_is_taken_and_given_back(place: Place, actor: Actor, other: Actor) -> None:
     """In all databases, with one fence, which the rows show."""
-    lock = place.lock()
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock())
     assert holders() == list(THREE), actor.get(lock, "answers")
     assert fences() == {actor.get(lock, "fence")}
     assert set(actor.get(lock, "answers").values()) == {"granted"}
@@ -145,7 +164,6 @@ def test_the_flow_enters_again(place: Place, actor: Actor, other: Actor) -> None
     assert actor.get(lock, "count") == 1
     assert other.call(place.lock(), "acquire", blocking=False) is False
     actor.call(lock, "release")
-    assert until(lambda: holders() == [])  # one that answers late is told all the same
 
 
 def test_only_its_flow_gives_it_back(place: Place, actor: Actor, other: Actor) -> None:
@@ -160,7 +178,6 @@ def test_only_its_flow_gives_it_back(place: Place, actor: Actor, other: Actor) -
         assert other.call(place.lock(), "acquire", blocking=False) is False
 
     actor.within(lock, actor.subject.aside(elsewhere))
-    assert until(lambda: holders() == [])
 
 
 @each_face
@@ -174,8 +191,7 @@ def test_a_decorated_function_holds_the_lock_of_its_key(place: Place, actor: Act
     assert sold("42") == list(THREE)
     assert holders("stock:42") == []
     skipped = actor.decorate(place.lock("stock:{sku}", on_busy="skip", otherwise="left out", timeout=0), sell)
-    held = place.lock("stock:42")
-    assert other.call(held, "acquire") is True
+    held = other.hold(place.lock("stock:42"))
     assert skipped("42") == "left out"
     other.call(held, "release")
     assert skipped("42") == list(THREE)
@@ -187,18 +203,15 @@ def test_a_minority_that_others_hold_does_not_matter(place: Place, actor: Actor)
     """Whichever it is, the first one too: the lock waits there, and then it is taken in the others."""
     for database in ("mariadb", "postgresql"):
         with stranger(database):
-            lock = place.lock(ttl=30)
-            assert actor.call(lock, "acquire", timeout=2) is True
+            lock = actor.hold(place.lock(ttl=30), timeout=2)
             said = actor.get(lock, "answers")
             assert sum("held by" in answer for answer in said.values()) == 1, said
             actor.call(lock, "release")
-    assert until(lambda: holders() == [])  # one that answers late is told all the same
 
 
 def test_a_majority_that_others_hold_is_waited_for(place: Place, actor: Actor, other: Actor) -> None:
     """In the queue of the first database."""
-    lock, next_one = place.lock(), place.lock()
-    assert actor.call(lock, "acquire") is True
+    lock, next_one = actor.hold(place.lock()), place.lock()
     waiting = other.begin(next_one, "acquire", timeout=20)
     time.sleep(0.3)
     assert not waiting.done()
@@ -207,14 +220,12 @@ def test_a_majority_that_others_hold_is_waited_for(place: Place, actor: Actor, o
     assert waiting.result(10) is True
     assert other.get(next_one, "fence") > before
     other.call(next_one, "release")
-    assert until(lambda: holders() == [])
 
 
 def test_a_database_that_was_lost_is_taken_again(place: Place, actor: Actor) -> None:
     """While the others keep the lock: a majority that has worn down grows again."""
     lost: list[Any] = []
-    lock = place.lock(ttl=3, on_lost=lambda *told: lost.append(told))  # renewed each second
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=3, on_lost=lambda *told: lost.append(told)))  # renewed each second
     fence = actor.get(lock, "fence")
     run("postgresql", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
     assert holders() == ["sqlite", "mariadb"]
@@ -229,14 +240,12 @@ def test_a_database_that_was_lost_is_taken_again(place: Place, actor: Actor) -> 
     actor.do(lock.check)
     assert not lost
     actor.call(lock, "release")
-    assert until(lambda: holders() == [])  # what was just being taken again is given back behind it
 
 
 def test_a_lost_majority_stays_lost(place: Place, actor: Actor, other: Actor) -> None:
     """Its holder is told once, and the rest is given back."""
     told: list[Any] = []
-    lock = place.lock(ttl=30, on_lost=lambda *given: told.append(given))
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=30, on_lost=lambda *given: told.append(given)))
     in_most("UPDATE locks SET owner = 'another', fence = fence + 1 WHERE lock_key = 'k'")
     renew()
     assert until(lambda: told, 15)
@@ -263,14 +272,12 @@ def test_a_lost_majority_stays_lost(place: Place, actor: Actor, other: Actor) ->
 def test_a_with_whose_majority_was_lost_raises_at_its_end(place: Place, actor: Actor) -> None:
     with pytest.raises(LockLost, match="says nothing of what you have committed"):
         actor.within(place.lock(ttl=1.5), lambda: in_most("DELETE FROM locks WHERE lock_key = 'k'"))
-    assert until(lambda: holders() == [])
 
 
 def test_a_new_database_does_not_count_at_once(place: Place, actor: Actor) -> None:
     """Nor one that came back empty: its locks may be relied on for as long as the longest lease lasts."""
     run("postgresql", "DELETE FROM locks")
-    lock = place.lock(ttl=1.5)
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=1.5))
     assert until(lambda: holders() == ["sqlite", "mariadb"], 1), "what it has granted meanwhile is given back"
     answers = actor.get(lock, "answers")
     assert sum("new, or restarted: counts in" in answer for answer in answers.values()) == 1
@@ -289,8 +296,7 @@ def test_a_new_database_does_not_count_at_once(place: Place, actor: Actor) -> No
 
 def test_a_longer_lease_makes_the_quarantine_longer(place: Place, actor: Actor) -> None:
     """Also one that was extended."""
-    lock = place.lock(ttl=7)
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=7))
     assert {longest(database) for database in THREE} == {7}, actor.get(lock, "answers")
     actor.call(lock, "extend", 11)
     assert {longest(database) for database in THREE} == {11}
@@ -313,7 +319,6 @@ def test_a_server_that_has_started_again_does_not_count_at_once(place: Place, ac
     run("mariadb", "UPDATE locks SET label = replace(label, ' ', ' x') WHERE lock_key = :key", key=SERVER)
     with pytest.raises(QuorumUnavailable, match="restarted"):
         actor.call(place.lock(), "acquire", timeout=0)
-    assert until(lambda: holders() == [])
 
 
 def test_fewer_than_a_majority_that_can_be_asked(place: Place, actor: Actor) -> None:
@@ -335,7 +340,6 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place, actor: Actor) -> 
                     assert sum(answer.startswith("has no table") for answer in few.value.answers.values()) == 2
         with stranger("sqlite"), stranger("postgresql"):
             assert actor.call(place.lock(), "acquire", timeout=0.1) is False, "others have most of them"
-    assert until(lambda: not holders(), 3)
 
 
 @pytest.mark.parametrize("has_row", [True, False])
@@ -426,8 +430,7 @@ def test_what_the_databases_show(place: Place, actor: Actor, other: Actor) -> No
 def test_it_is_asked_back_in_one_of_the_databases(place: Place, actor: Actor) -> None:
     """The holder hears of it once."""
     told: list[Any] = []
-    lock = place.lock(ttl=1.5, on_revoke=lambda *given: told.append(given))
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=1.5, on_revoke=lambda *given: told.append(given)))
     for database in ("postgresql", "mariadb"):
         store = sqlalchemy_dblock.db_lock(engine("sync", database), "k")._place.store()
         assert drive(administration.revoke(store, "k", actor.get(lock, "fence"), "root: deploying"))
@@ -440,10 +443,9 @@ def test_it_is_asked_back_in_one_of_the_databases(place: Place, actor: Actor) ->
     actor.call(lock, "release")
 
 
+@in_tasks
 def test_the_body_is_interrupted_when_it_is_lost(place: Place, actor: Actor) -> None:
     """With `interrupt=True`, a task; and its cancellation goes no further."""
-    if place.face == "sync":
-        pytest.skip("a thread is not cancelled")
     lock = place.lock(ttl=1.5, interrupt=True)
 
     async def body() -> None:
@@ -468,8 +470,7 @@ def test_what_observers_hear(place: Place, actor: Actor, other: Actor) -> None:
         return [(each.kind, each.how or each.reason, each.depth) for each in ours]
 
     try:
-        lock, rival = place.lock(ttl=1.5), place.lock()
-        assert actor.call(lock, "acquire") is True
+        lock, rival = actor.hold(place.lock(ttl=1.5)), place.lock()
         fence = actor.get(lock, "fence")
         actor.within(lock)
         assert other.call(rival, "acquire", blocking=False) is False
@@ -491,7 +492,7 @@ def test_what_observers_hear(place: Place, actor: Actor, other: Actor) -> None:
         stop()
 
 
-@pytest.mark.parametrize("place", [FACES[0]], indirect=True, ids="-".join)
+@of([FACES[0]])
 def test_a_minority_that_is_away_is_named(place: Place, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, in the events and by the metrics, which count no lock as lost."""
     events: list[Event] = []
@@ -527,10 +528,9 @@ def test_a_minority_that_is_away_is_named(place: Place, actor: Actor, caplog: py
             end()
 
 
+@in_threads
 def test_a_forked_child_leaves_the_lock_to_its_parent(place: Place, actor: Actor) -> None:
     """Also at the end of a block that was open."""
-    if place.face == "async":
-        pytest.skip("event loops are not forked")
     lock = place.lock()
 
     def child() -> None:
@@ -543,7 +543,6 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(place: Place, actor: Actor
         assert holders() == list(THREE)
 
     actor.within(lock, body)
-    assert until(lambda: not holders(), 3)
 
 
 def longest(database: str) -> float:
@@ -555,8 +554,7 @@ def longest(database: str) -> float:
 def test_release_all_gives_it_up(place: Place, actor: Actor) -> None:
     """In one database, and so in all: nothing is taken again."""
     told: list[Any] = []
-    lock = place.lock(ttl=1.5, on_lost=lambda *given: told.append(given))
-    assert actor.call(lock, "acquire") is True
+    lock = actor.hold(place.lock(ttl=1.5, on_lost=lambda *given: told.append(given)))
     if place.variant == "django":
         assert actor.call(dblock, "release_all", using="postgresql") == 1
     else:
@@ -565,7 +563,6 @@ def test_release_all_gives_it_up(place: Place, actor: Actor) -> None:
     assert told == [(lock, Reason.RELEASED)]
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-    assert until(lambda: not holders(), 3)
 
 
 @pytest.mark.parametrize("where", ["_leaves", "_left", "give", "_end", "renew_no_more"])
@@ -573,25 +570,11 @@ def test_a_block_whose_leaving_is_interrupted_is_given_back(
     place: Place, actor: Actor, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever that happens; and the same flow may take it again."""
-    lock, struck = place.lock(), list[str]()
-    of: Any = Held if where in vars(Held) else BaseQuorumLock
-    plain = getattr(of, where)
-
-    def strikes(*given: Any, **named: Any) -> Any:
-        if not struck:
-            struck.append(where)
-            raise KeyboardInterrupt
-        return plain(*given, **named)
-
-    def body() -> None:
-        monkeypatch.setattr(of, where, strikes)
-
+    lock, home = place.lock(), Held if where in vars(Held) else BaseQuorumLock
     with pytest.raises(KeyboardInterrupt):
-        actor.within(lock, body)
-    assert struck
+        actor.within(lock, lambda: interrupt(monkeypatch, home, where))
     assert until(lambda: not holders(), 3)
     actor.within(lock, lock.check)
-    assert until(lambda: not holders(), 3)
 
 
 def test_an_inner_block_whose_entering_is_interrupted_is_left(
@@ -600,61 +583,36 @@ def test_an_inner_block_whose_entering_is_interrupted_is_left(
     """Else the outer one would not be the last."""
     lock = place.lock()
 
-    def strikes(*_: Any) -> Any:  # it has been entered, and is not noted
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
     async def body() -> None:
-        monkeypatch.setattr(entering, "Block", strikes)
+        interrupt(monkeypatch, entering, "Block")  # it has been entered, and is not noted
         with pytest.raises(KeyboardInterrupt):
             async with actor.subject.within(lock):
                 pass
 
     actor.within(lock, body)
-    assert until(lambda: not holders(), 3)
 
 
+@in_threads
 @pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back_later"])
 def test_an_answer_that_an_interrupt_has_met_is_given_back(
-    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
+    place: Place, actor: Actor, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it was noted, or after: else one of the rows is left to its lease."""
-    if place.face == "async":
-        pytest.skip("tasks are cancelled instead")
-    of: Any = Member if where == "note" else Attempts
-    plain = getattr(of, where)
-
-    def strikes(*given: Any, **named: Any) -> Any:
-        monkeypatch.undo()
-        plain(*given, **named)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of, where, strikes)
+    interrupt(monkeypatch, Member if where == "note" else Attempts, where, after=True)
     with pytest.raises(KeyboardInterrupt):
-        place.actors[0].call(place.lock(), "acquire")
-    assert until(lambda: not holders(), 3)
+        actor.call(place.lock(), "acquire")
 
 
+@in_threads
 @pytest.mark.parametrize("asked", [0, 1, 2])
 def test_a_release_whose_asking_an_interrupt_has_met_goes_on(
-    place: Place, asked: int, monkeypatch: pytest.MonkeyPatch
+    place: Place, actor: Actor, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After none, one or two of the databases were asked: the others are asked in the background."""
-    if place.face == "async":
-        pytest.skip("tasks are cancelled instead")
-    plain, times, lock = Asks.ask, itertools.count(), place.lock()
-
-    def strikes(*given: Any, **named: Any) -> Any:
-        if next(times) == asked:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return plain(*given, **named)
-
-    assert place.actors[0].call(lock, "acquire") is True
-    monkeypatch.setattr(Asks, "ask", strikes)
+    lock = actor.hold(place.lock())
+    interrupt(monkeypatch, Asks, "ask", at=asked + 1)
     with pytest.raises(KeyboardInterrupt):
-        place.actors[0].call(lock, "release")
-    assert until(lambda: not the_asks().busy and not holders(), 3)
+        actor.call(lock, "release")
 
 
 @contextlib.contextmanager
@@ -673,35 +631,24 @@ def leaves_nothing(place: Place, wait: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("place", [FACES[0]], indirect=True, ids="-".join)
+@of([FACES[0]])
 def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float) -> None:
     """By a signal handler that raises."""
     lock = place.lock()
-
-    def interrupted() -> None:
-        timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-        timer.start()
-        try:
-            with contextlib.suppress(KeyboardInterrupt), lock:
-                pass
-            time.sleep(0.01)
-        except KeyboardInterrupt:
-            pass
-        timer.join()
-
-    def raises(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, raises)
+    timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with leaves_nothing(place, wait), contextlib.suppress(KeyboardInterrupt):
-            interrupted()
+            timer.start()
+            with lock:
+                pass
+            timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("place", [FACES[3]], indirect=True, ids="-".join)
+@of([FACES[3]])
 def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, actor: Actor, wait: float) -> None:
     """A task."""
     lock = place.lock()
@@ -721,10 +668,9 @@ def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, actor: Actor,
         actor.do(cancelled)
 
 
-@pytest.mark.parametrize("flows", [4])
-def test_flows_take_turns(place: Place, flows: int) -> None:
+def test_flows_take_turns(place: Place) -> None:
     """Never two at a time, and the fences grow."""
-    actors = [*place.actors, *(Actor(place.actors[0].subject) for _ in range(flows - 2))]
+    actors = [*place.actors, *(Actor(place.actors[0].subject) for _ in "cd")]
     tenures: list[tuple[float, float, int]] = []
 
     def work(lock: Any) -> None:
@@ -741,9 +687,8 @@ def test_flows_take_turns(place: Place, flows: int) -> None:
     assert together(*(functools.partial(again, actor) for actor in actors)) == []
     for actor in actors[2:]:
         actor.close()
-    assert len(tenures) == 8 * flows
+    assert len(tenures) == 8 * len(actors)
     tenures.sort()
     for (_, ended, fence), (began, _, next_fence) in itertools.pairwise(tenures):
         assert ended <= began
         assert fence < next_fence
-    assert until(lambda: not holders(), 3)

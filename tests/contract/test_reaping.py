@@ -21,12 +21,11 @@ from dblock.core.protocol.store import Store
 from dblock.core.watchdog.keeper import Keeper, in_background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import run, timed, url
+from tests.conftest import timed, url
 from tests.faults.test_shutdown import process
-from tests.support.lab import renewed, until
-from tests.support.subjects import Actor, Subject
+from tests.support.lab import leave_rows, renewed, until
+from tests.support.subjects import Actor, Actors, Subject
 
-LONG_AGO = "'2020-01-01 00:00:00.000000'"
 EVERY = 0.1
 Making = Callable[..., Subject]
 
@@ -35,7 +34,7 @@ Making = Callable[..., Subject]
 def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
     """The subject with other settings, and one row that nobody has used for years; the watchdog looks often."""
     timed(monkeypatch, attention=0.1)
-    leave_old(subject, "old")
+    leave_rows(subject.database, "old")
     owns = list[Subject]()
     settings: list[Any] = []
 
@@ -59,7 +58,7 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
 
 
 @pytest.fixture
-def actor(reaping: Making, actors: Callable[[int], list[Actor]]) -> Actor:
+def actor(reaping: Making, actors: Actors) -> Actor:
     """One that ends before the settings are what they were."""
     return actors(1)[0]
 
@@ -86,53 +85,41 @@ def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> b
     return until(taken, 15)
 
 
-def leave_old(subject: Subject, *keys: str) -> None:
-    """Leave rows that nobody has used for years."""
-    rows = ", ".join(f"('{key}', 1, 0, 30, {LONG_AGO}, {LONG_AGO}, '', '', 1, '', '', '')" for key in keys)
-    columns = "lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id"
-    run(subject.database, f"INSERT INTO locks ({columns}) VALUES {rows}")
-
-
 def old(subject: Subject) -> bool:
     return subject.run("SELECT count(*) FROM locks WHERE lock_key = 'old'") == [(1,)]
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, bool, steps.Reaped]]:
+    """The reapings that have ended: in which thread, whether in a task, and what they have deleted."""
+    ended, plainly = list[tuple[threading.Thread, bool, steps.Reaped]](), steps.reap
+
+    def noted(*given: Any) -> Steps[steps.Reaped]:
+        ended.append((threading.current_thread(), current_task() is not None, (yield from plainly(*given))))
+        return ended[-1][-1]
+
+    monkeypatch.setattr(steps, "reap", noted)
+    return ended
+
+
 def test_a_process_that_takes_locks_reaps_now_and_then(
-    protocol: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, reaping: Making, actor: Actor, passes: list[Any]
 ) -> None:
     """In a thread that keeps no process from ending, or in a task; what is held or was of late stays."""
-    threads, tasks, plainly = list[threading.Thread](), set[bool](), steps.reap
-
-    def noted(*given: Any) -> Steps[steps.Reaped]:
-        threads.append(threading.current_thread())
-        tasks.add(current_task() is not None)
-        return (yield from plainly(*given))
-
-    monkeypatch.setattr(steps, "reap", noted)
     own = reaping(reap_every=EVERY)
     actor.within(own.lock("of late"), lambda: None)
-    assert taking(actor, own, lambda: not old(protocol))
+    assert taking(actor, own, lambda: passes and not old(protocol))
     assert protocol.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
     on_loop = own.lock("k")._place.store().asynchronous
-    assert tasks == {on_loop}
-    assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock housekeeping", True)}
+    assert {in_task for _, in_task, _ in passes} == {on_loop}
+    assert on_loop or {(thread.name, thread.daemon) for thread, *_ in passes} == {("dblock housekeeping", True)}
 
 
-def test_it_keeps_what_it_is_told_to_keep(
-    either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_keeps_what_it_is_told_to_keep(either: Subject, reaping: Making, actor: Actor, passes: list[Any]) -> None:
     """What has been free for less than ten years, here; again and again."""
     own = reaping(reap_every=EVERY, retention=10 * 366 * 86400)
-    ended = list[steps.Reaped]()
-
-    def noted(*given: Any) -> Steps[steps.Reaped]:
-        ended.append((yield from plainly(*given)))
-        return ended[-1]
-
-    plainly = steps.reap
-    monkeypatch.setattr(steps, "reap", noted)
-    assert taking(actor, own, lambda: len(ended) > 1)
-    assert set(ended) == {steps.Reaped(0, 0)}
+    assert taking(actor, own, lambda: len(passes) > 1)
+    assert {reaped for *_, reaped in passes} == {steps.Reaped(0, 0)}
     assert old(either)
 
 
@@ -159,9 +146,9 @@ print("begun")
 
 @pytest.mark.usefixtures("reaping")
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
-def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Actors) -> None:
     """At once and without a log line; the next reaper finds the rest."""
-    leave_old(subject, *(f"a{number:02}" for number in range(100)))  # the first page
+    leave_rows(subject.database, *(f"a{number:02}" for number in range(100)))  # the first page
     assert process(subject, ENDING) == "begun\n"
     assert old(subject)
     assert actors(1)[0].do(lambda: subject.reap(3600)) == 1
@@ -239,9 +226,7 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
-def test_renewals_do_not_wait_for_it(
-    subject: Subject, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renewals_do_not_wait_for_it(subject: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease is renewed while a reaping gets no answer, and the watchdog goes on."""
     [actor], go, waits = actors(1), threading.Event(), threading.Event()
     engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})

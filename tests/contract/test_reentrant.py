@@ -15,8 +15,7 @@ from tests.support.subjects import Actor, Subject
 
 def test_a_second_take_in_one_flow(face: Subject, actor: Actor) -> None:
     """Answers False at once or after its timeout, a `with` raises LockTimeout; the first is held as before."""
-    lock, again = face.lock("k", reentrant=False), face.lock("k", reentrant=False, timeout=0.05)
-    actor.call(lock, "acquire")
+    lock, again = actor.hold(face.lock("k", reentrant=False)), face.lock("k", reentrant=False, timeout=0.05)
     fence = actor.get(lock, "fence")
     assert actor.call(lock, "acquire", blocking=False) is False
     began = time.monotonic()
@@ -35,8 +34,7 @@ def test_a_second_take_in_one_flow(face: Subject, actor: Actor) -> None:
 def test_one_of_the_two_says_so(either: Subject, actor: Actor) -> None:
     """Be it the first or the second; two that re-enter do."""
     for first, second in ((False, True), (True, False), (True, True)):
-        lock, again = either.lock("k", reentrant=first), either.lock("k", reentrant=second)
-        actor.call(lock, "acquire")
+        lock, again = actor.hold(either.lock("k", reentrant=first)), either.lock("k", reentrant=second)
         assert actor.call(again, "acquire", blocking=False) is (first and second)
         actor.call(lock, "release")
     actor.call(again, "release")
@@ -45,8 +43,7 @@ def test_one_of_the_two_says_so(either: Subject, actor: Actor) -> None:
 @pytest.mark.parametrize("timeout", [None, -1])
 def test_a_wait_that_nothing_ends(either: Subject, actor: Actor, timeout: Any) -> None:
     """Raises at once, from `acquire` and from `with`."""
-    lock = either.lock("k", reentrant=False, timeout=timeout)
-    actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k", reentrant=False, timeout=timeout))
     takes: tuple[Callable[[], Any], ...] = (lambda: actor.call(lock, "acquire"), lambda: actor.within(lock))
     for take in takes:
         with pytest.raises(LockDeadlock, match="holds 'k' and would wait for it without end") as caught:
@@ -58,31 +55,24 @@ def test_a_wait_that_nothing_ends(either: Subject, actor: Actor, timeout: Any) -
     actor.call(lock, "release")
 
 
-def test_a_wait_that_ends_by_itself(either: Subject, actor: Actor) -> None:
-    """Of a lease that is not renewed: then the flow has the next tenure, and has lost the first."""
+@pytest.mark.parametrize("freed", [False, True], ids=["its lease ends", "it is freed"])
+def test_a_wait_for_itself_that_ends(either: Subject, actor: Actor, freed: bool) -> None:
+    """Of a lease that is not renewed, or is freed meanwhile: the flow has the next tenure, and has lost the first."""
     lost: list[Reason] = []
-    first = either.lock("k", reentrant=False, renew=False, ttl=0.2, on_lost=lambda _, reason: lost.append(reason))
-    second = either.lock("k", reentrant=False, timeout=None)
+    options: dict[str, Any] = {} if freed else {"renew": False, "ttl": 0.2}
+    first = either.lock("k", reentrant=False, on_lost=lambda _, reason: lost.append(reason), **options)
+    second = either.lock("k", reentrant=False, timeout=20 if freed else None)
     actor.call(first, "acquire")
     fence = actor.get(first, "fence")
-    assert actor.call(second, "acquire") is True
-    assert actor.get(second, "fence") > fence
-    assert actor.get(first, "state") == "lost"
-    actor.call(second, "release")
-    assert until(lambda: lost, 10)
-    assert lost == [Reason.EXPIRED]
-
-
-def test_a_key_that_is_freed_meanwhile(either: Subject, actor: Actor) -> None:
-    """Goes to the flow that waits for itself, which has lost what it held."""
-    first, second = either.lock("k", reentrant=False), either.lock("k", reentrant=False)
-    actor.call(first, "acquire")
-    waiting = actor.begin(second, "acquire", timeout=20)
-    assert until(lambda: either.run("SELECT * FROM lock_waiters"), 10)
-    either.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
+    waiting = actor.begin(second, "acquire")
+    if freed:
+        assert until(lambda: either.run("SELECT * FROM lock_waiters"), 10)
+        either.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
     assert waiting.result(20) is True
+    assert actor.get(second, "fence") > fence
     assert (actor.get(first, "state"), actor.get(second, "state")) == ("lost", "held")
     actor.call(second, "release")
+    assert freed or until(lambda: lost == [Reason.EXPIRED], 10)
 
 
 def test_one_after_the_other(either: Subject, actor: Actor) -> None:

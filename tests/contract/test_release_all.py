@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from dblock.core.errors import Reason, StoreBusy, StoreConflict
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import timed
-from tests.support.lab import until
-from tests.support.subjects import Actor, Subject, twin
+from tests.support.lab import fail, until
+from tests.support.subjects import Actor, Actors, Subject, twin
 
 
-def test_it_gives_back_what_any_flow_holds(
-    face: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_gives_back_what_any_flow_holds(face: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """Entered twice, with `min_hold`, by another flow: the count, the rows, and what their flows are told."""
     mine, theirs, end = actors(3)
     told: list[Reason] = []
@@ -46,11 +43,10 @@ def test_it_gives_back_what_any_flow_holds(
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
-def test_who_waits_gets_the_key(either: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_who_waits_gets_the_key(either: Subject, actors: Actors) -> None:
     """In this process and behind another engine or alias; the others of the process wait on."""
     holder, near, far, end = actors(4)
-    lock, elsewhere = either.lock("k", timeout=20), twin(either).lock("k", timeout=20)
-    holder.call(lock, "acquire")
+    lock, elsewhere = holder.hold(either.lock("k", timeout=20)), twin(either).lock("k", timeout=20)
     waiting = near.begin(lock, "acquire")
     assert until(lambda: either.run("SELECT count(*) FROM lock_waiters") == [(1,)], 5)
     beyond = far.begin(elsewhere, "acquire")
@@ -90,11 +86,10 @@ def test_a_database_that_fails_is_asked_once(
     other.call(either.lock("a"), "release")
 
 
-def test_what_was_handed_over_is_not_released(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_what_was_handed_over_is_not_released(protocol: Subject, actors: Actors) -> None:
     """What was detached is nobody's hold; what was attached is ours."""
     first, mine, end = actors(3)
-    lock = protocol.lock("k", ttl=60)
-    first.call(lock, "acquire")
+    lock = first.hold(protocol.lock("k", ttl=60))
     token = first.call(lock, "detach")
     assert end.do(lambda: protocol.api("release_all")) == 0
     attach = mine.do(lambda: protocol.api("attach", token))
@@ -110,16 +105,9 @@ def test_a_row_that_is_locked_is_passed_over(
     """By whomever: the others are given back."""
     for key in "abc":
         actor.call(protocol.lock(key, ttl=60), "acquire")
-    execute = BaseStore.execute
-
-    def refuse(store: BaseStore, step: Execute) -> Any:
-        if step.statement.name == "release" and step.parameters["key"] == "c":
-            raise StoreBusy("locked by a stranger")
-        return execute(store, step)
-
     with monkeypatch.context() as patch:
         timed(patch, retry_budget=1.0)
-        patch.setattr(BaseStore, "execute", refuse)
+        fail(patch, StoreBusy, "release", key="c")
         assert other.do(lambda: protocol.api("release_all")) == 2
     assert [protocol.row(key)["owner"] for key in "ab"] == [None, None]
     assert protocol.row("c")["owner"] is not None
@@ -131,15 +119,8 @@ def test_a_call_that_is_broken_off(
     """What it has not released is renewed no more, and is free within its ttl."""
     for key in "ab":
         actor.call(sync_protocol.lock(key, ttl=1.5), "acquire")
-    execute = BaseStore.execute
-
-    def interrupt(store: BaseStore, step: Execute) -> Any:
-        if step.statement.name == "release" and step.parameters["key"] == "b":
-            raise KeyboardInterrupt
-        return execute(store, step)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(BaseStore, "execute", interrupt)
+        fail(patch, KeyboardInterrupt, "release", key="b")
         other.do(lambda: sync_protocol.api("release_all"))
     assert not runtime.current.watchdog._holds
     for key in "ab":

@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import (
-    InvalidKey,
     LockLost,
     LockNotHeld,
     LockTimeout,
@@ -33,9 +32,7 @@ from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
 from tests.support.lab import PROTOCOL, hold_of, remaining, renewed, until
-from tests.support.subjects import Actor, Subject
-
-Actors = Callable[[int], list[Actor]]
+from tests.support.subjects import Actor, Actors, Subject
 
 
 def rwlock(subject: Subject, key: str = "k", **options: Any) -> Any:
@@ -54,9 +51,8 @@ def test_readers_share_and_a_writer_excludes(everywhere: Subject, actors: Actors
     one, two, three = actors(3)
     rw = rwlock(everywhere)
     assert rw.key == "k"
-    read, again, write = rw.read(), rw.read(), rw.write()
-    assert one.call(read, "acquire", blocking=False) is True
-    assert two.call(again, "acquire", blocking=False) is True
+    read, again, write = one.hold(rw.read(), blocking=False), two.hold(rw.read(), blocking=False), rw.write()
+    assert renewed(everywhere)
     assert readers(everywhere) == 2
     assert three.call(write, "acquire", blocking=False) is False
     for actor, lock in ((one, read), (two, again)):
@@ -128,8 +124,7 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     """Read in read, read in write, write in write, also while a writer waits; read to write is refused at once."""
     [other] = actors(1)
     rw = rwlock(either, timeout=30)
-    read, write = rw.read(), rw.write()
-    actor.call(read, "acquire")
+    read, write = actor.hold(rw.read()), rw.write()
     waiting = other.begin(rw.write(), "acquire")
     time.sleep(0.1)
     assert actor.call(rw.read(), "acquire", blocking=False) is True
@@ -148,8 +143,7 @@ def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     actor.call(read, "release")
     assert waiting.result(30) is True
     # and now the other one writes
-    mine = rw.read()
-    assert other.call(mine, "acquire", blocking=False) is True
+    mine = other.hold(rw.read(), blocking=False)
     assert other.call(rw.write(), "acquire", blocking=False) is True
     assert other.get(mine, "count") == 3
     assert readers(either) == 0, "it is the writer's own tenure"
@@ -164,8 +158,7 @@ def test_downgrade(protocol: Subject, actors: Actors) -> None:
     """The writer becomes a reader without a moment in which a writer that waits could come between."""
     one, two, three = actors(3)
     rw = rwlock(protocol, timeout=30)
-    write, other = rw.write(), rw.write()
-    one.call(write, "acquire")
+    write, other = one.hold(rw.write()), rw.write()
     fence = one.get(write, "fence")
     waiting = two.begin(other, "acquire")
     assert until(lambda: waiters(protocol) == 1)
@@ -225,12 +218,17 @@ def test_a_writer_that_gives_up_lets_readers_in(protocol: Subject, actors: Actor
     one.call(first, "release")
 
 
-def test_a_waiting_writer_is_not_shown_as_the_holder(protocol: Subject, actors: Actors) -> None:
-    """It is the next: the key is not locked for writing, and who is refused is told that others hold it."""
+def test_a_waiting_writer_is_the_next_and_not_the_holder(protocol: Subject, actors: Actors) -> None:
+    """The key is not locked for writing, and who is refused is told that others hold it.
+
+    An unfair reader enters beside readers, and does not pass that writer, which has the door for every reader.
+    """
     one, two, three = actors(3)
-    rw = rwlock(protocol, timeout=30)
-    one.call(first := rw.read(), "acquire")
-    entered = two.begin(second := rw.write(), "acquire")
+    rw, unfair = rwlock(protocol, timeout=30), rwlock(protocol, fair=False).read()
+    first, second = one.hold(rw.read()), rw.write()
+    three.hold(unfair, blocking=False)
+    three.call(unfair, "release")
+    entered = two.begin(second, "acquire")
     assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
     assert three.call(rw.write(), "locked") is False
     assert three.call(rw.read(), "locked") is True
@@ -238,125 +236,37 @@ def test_a_waiting_writer_is_not_shown_as_the_holder(protocol: Subject, actors: 
     assert [(row.state, row.info.key) for row in desk.survey()][:1] == [("waiting", "k")]
     with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until the readers have left"):
         three.within(rwlock(protocol, timeout=0.1).write())
+    assert three.call(unfair, "acquire", timeout=0.1) is False
     one.call(first, "release")
     assert entered.result(30)
     assert three.call(rw.write(), "locked") is True
     assert two.call(rw.read(), "locked") is False, "it is the writer that asks"
-    assert [(row.state, row.info.waits) for row in desk.survey()] == [("held", False)]
+    assert until(lambda: [(row.state, row.info.waits) for row in desk.survey()] == [("held", False)])
     two.call(second, "release")
 
 
-def test_an_unfair_reader_enters_beside_readers_and_not_before_the_next_writer(
-    protocol: Subject, actors: Actors
-) -> None:
-    """As the writer that is the next has the door, through which every reader comes."""
-    one, two, three = actors(3)
-    rw, unfair = rwlock(protocol, timeout=30), rwlock(protocol, fair=False).read()
-    first, second = rw.read(), rw.write()
-    one.call(first, "acquire")
-    assert three.call(unfair, "acquire", blocking=False) is True
-    three.call(unfair, "release")
-    entered = two.begin(second, "acquire")
-    assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
-    assert three.call(unfair, "acquire", timeout=0.1) is False
-    one.call(first, "release")
-    assert entered.result(30)
-    two.call(second, "release")
-
-
-def test_a_dead_reader_delays_the_writer_by_its_lease(protocol: Subject, actors: Actors) -> None:
-    """Its row is deleted; if it comes back, it has lost the lock."""
-    one, two = actors(2)
-    read, write = rwlock(protocol, ttl=0.6, renew=False).read(), rwlock(protocol, timeout=30).write()
-    begun = time.monotonic()
-    one.call(read, "acquire")
-    assert two.call(write, "acquire") is True
-    assert 0.6 <= time.monotonic() - begun < 3
-    assert readers(protocol) == 0
-    assert one.get(read, "state") == "lost"
-    with pytest.raises(LockLost) as caught:
-        one.call(read, "release")
-    assert caught.value.reason is Reason.EXPIRED
-    assert two.call(write, "verify")
-
-
-def test_a_reader_is_renewed(protocol: Subject, actors: Actors) -> None:
-    """Each has its own lease, which the watchdog renews, as that of any lock."""
-    one, two, three = actors(3)
-    rw = rwlock(protocol, ttl=20)
-    for actor in (one, two):
-        actor.call(rw.read(), "acquire")
-    assert renewed(protocol)
-    assert readers(protocol) == 2
-    assert three.call(rw.write(), "acquire", blocking=False) is False
-    for actor in (one, two):
-        lock = rw.read()
-        assert actor.get(lock, "state") == "held"
-        assert actor.call(lock, "verify")
-        actor.call(lock, "release")
-
-
-def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> None:
-    """A key of a read-write lock is no plain lock's, held or not; nor the other way round."""
-    rw, plain = rwlock(either), either.lock("k")
-    for lock in (rw.read(), rw.write()):
-        actor.call(lock, "acquire")
-        for flow in (actor, other):
-            with pytest.raises(WrongKind, match="'k' is the key of a read-write lock, not of a lock"):
-                flow.call(plain, "acquire")
-            assert flow.get(plain, "state") is None
-        actor.call(lock, "release")
-    with pytest.raises(WrongKind):
-        other.call(plain, "acquire", blocking=False)
-    with pytest.raises(ValueError, match="read-write"):
-        other.within(plain)
-    other.call(either.lock("other"), "acquire")
-    for lock in (rwlock(either, "other").read(), rwlock(either, "other").write()):
-        with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a read-write lock"):
-            actor.call(lock, "acquire")
-    assert actor.do(lambda: either.reap(0)) is not None
-    assert actor.call(plain, "acquire", blocking=False) is True, "an unused key may be used otherwise once it is reaped"
-
-
-def test_what_cannot_be_a_key(either: Subject) -> None:
-    """Refused before any I/O: the rows of shares have longer keys."""
-    for key in ("", "x" * 231, "a\x1fb"):
-        with pytest.raises(InvalidKey):
-            rwlock(either, key)
-    with pytest.raises(InvalidKey, match=r"U\+001F"):
-        either.lock("a\x1fb")
-    with pytest.raises(TypeError, match="ttl"):
-        rwlock(either, tll=3)
-
-
-def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
-    """Each call reads or writes under the key of its arguments; a call that is busy may be skipped."""
-    rw = rwlock(face, "report:{number}", on_busy="skip", otherwise="skipped", timeout=0)
-    work = actor.decorate(rw.write(), lambda number: face.row(f"report:{number}")["owner"] is not None)
-    assert work(7) is True
-    read = rwlock(face, "report:7").read()
-    other.call(read, "acquire")
-    assert work(7) == "skipped"
-    assert work(8) is True
-    other.call(read, "release")
-
-
-def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> None:
-    """detach() and attach() carry it to another flow; a sequencer proves it, and says that it is shared."""
+@pytest.mark.parametrize("reads", [True, False], ids=["reader", "writer"])
+def test_handing_it_over(either: Subject, actor: Actor, other: Actor, *, reads: bool) -> None:
+    """detach() and attach() carry it to another flow as what it is; a sequencer proves it, and says if it is shared."""
     rw = rwlock(either)
-    read = rw.read()
-    actor.call(read, "acquire")
-    sequencer = actor.get(read, "sequencer")
+    mine = rw.read() if reads else rw.write()
+    actor.call(mine, "acquire")
+    sequencer = actor.get(mine, "sequencer")
     found = actor.do(lambda: either.api("check_sequencer", sequencer))
-    assert (found.mode, found.fence) == ("shared", actor.get(read, "fence"))
-    token = actor.call(read, "detach")
-    assert actor.get(read, "state") is None
+    assert (found.mode, found.fence) == ("shared" if reads else "exclusive", actor.get(mine, "fence"))
+    token = actor.call(mine, "detach")
+    assert actor.get(mine, "state") is None
     lock = other.do(lambda: either.api("attach", token))
     assert other.get(lock, "fence") == found.fence
     with pytest.raises(LockLost) as used:
         actor.do(lambda: either.api("attach", token))
     assert used.value.reason is Reason.USED
     assert actor.call(rw.write(), "acquire", blocking=False) is False
+    assert other.call(rw.read(), "acquire", blocking=False) is True
+    other.call(lock, "release")
+    with pytest.raises(WrongKind):
+        other.call(either.lock("k"), "acquire")
+    assert other.get(lock, "state") == "held"
     other.call(lock, "release")
     assert actor.call(rw.write(), "acquire", blocking=False) is True
 
@@ -364,8 +274,7 @@ def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> N
 def test_a_reader_among_several(either: Subject, actor: Actor, other: Actor) -> None:
     """db_locks takes ready-made locks of mixed kinds."""
     home: Any = dblock if either.variant == "django" else sqlalchemy_dblock
-    locks = home.db_locks(either.lock("a"), rwlock(either).read(), either.lock("z"))
-    actor.call(locks, "acquire")
+    locks = actor.hold(home.db_locks(either.lock("a"), rwlock(either).read(), either.lock("z")))
     assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
     assert other.call(several(either, "z"), "acquire", blocking=False) is False
     actor.call(locks, "release")
@@ -428,23 +337,6 @@ def test_a_guard_of_a_neighbour_keeps_no_reader_out(subject: Subject, monkeypatc
             session.commit()
 
 
-def test_what_a_token_brings_is_of_its_kind(either: Subject, actor: Actor, other: Actor) -> None:
-    """A writer's token makes the lock of a writer, which can be downgraded, and re-entered to read."""
-    write = rwlock(either).write()
-    actor.call(write, "acquire")
-    token = actor.call(write, "detach")
-    lock = other.do(lambda: either.api("attach", token))
-    with pytest.raises(LockLost) as used:
-        actor.do(lambda: either.api("attach", token))
-    assert used.value.reason is Reason.USED
-    assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
-    other.call(lock, "release")
-    with pytest.raises(WrongKind):
-        other.call(either.lock("k"), "acquire")
-    assert other.get(lock, "state") == "held"
-    other.call(lock, "release")
-
-
 def test_a_wait_for_readers_is_logged(either: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """As any slow wait, with the reader that is in the way."""
     one, two = actors(2)
@@ -503,28 +395,11 @@ def test_it_is_no_lock_itself(subject: Subject) -> None:
         several(subject, "a", rw)
 
 
-def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Actors) -> None:
-    """However long it has waited for readers before."""
-    one, two, three = actors(3)
-    one.call(read := rwlock(protocol).read(), "acquire")
-    write = rwlock(protocol, min_hold=0.7, timeout=30).write()
-    waiting = two.begin(write, "acquire")
-    assert until(lambda: protocol.row("k")["owner"] is not None), "it has the door"
-    time.sleep(0.7)
-    one.call(read, "release")
-    assert waiting.result(30) is True
-    begun = time.monotonic()
-    two.call(write, "release")
-    assert three.call(rwlock(protocol, timeout=30).write(), "acquire") is True
-    assert time.monotonic() - begun > 0.4
-
-
 def test_a_writer_that_waits_lives_as_long_as_a_place(protocol: Subject, actors: Actors) -> None:
     """At the door; once it is in its lease lasts for a whole ttl, renewed or not."""
     one, two = actors(2)
     for renewing in (True, False):
-        read = rwlock(protocol).read()
-        assert one.call(read, "acquire")
+        read = one.hold(rwlock(protocol).read())
         write = rwlock(protocol, renew=renewing, timeout=30).write()
         waiting = two.begin(write, "acquire")
         assert until(lambda: (info := one.call(rwlock(protocol).write(), "inspect")) is not None and info.waits)

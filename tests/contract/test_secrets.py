@@ -179,13 +179,11 @@ def test_no_report_of_an_error_shows_a_token(driver: Subject, actor: Actor, othe
             function()
         shown.extend(frames(caught.value))
 
-    held = driver.lock("held", ttl=30)
-    actor.call(held, "acquire")
+    held = actor.hold(driver.lock("held", ttl=30))
     for _ in range(OFTEN):  # MariaDB is then sent the values alone
         actor.call(held, "extend")
     refused(lambda: other.within(driver.lock("held", timeout=0)), LockTimeout)
-    detached = driver.lock("detached", ttl=30)
-    actor.call(detached, "acquire")
+    detached = actor.hold(driver.lock("detached", ttl=30))
     token = actor.call(detached, "detach")
     with without(driver.database, "locks"):
         refused(lambda: actor.call(held, "acquire"))

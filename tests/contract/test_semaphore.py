@@ -16,13 +16,11 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.errors import (
-    InvalidKey,
     LockLost,
     LockNotHeld,
     LockTimeout,
     PermitNotHeld,
     Reason,
-    WrongKind,
 )
 from dblock.core.lock import entering
 from dblock.core.protocol import tenures
@@ -30,11 +28,9 @@ from dblock.core.values import SHARE
 from tests.conftest import SELDOM, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import PROTOCOL, renewed, until
+from tests.support.lab import PROTOCOL, interrupt, renewed, until
 from tests.support.model import Interrupted
-from tests.support.subjects import Actor, Subject
-
-Actors = Callable[[int], list[Actor]]
+from tests.support.subjects import Actor, Actors, Subject
 
 
 def semaphore(subject: Subject, permits: int, key: str = "k", **options: Any) -> Any:
@@ -184,8 +180,7 @@ def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
 def test_other_numbers(protocol: Subject, actors: Actors) -> None:
     """The number is the caller's own: while 2 and 4 run, at most 4 are in; it may be changed at any time."""
     one, two = actors(2)
-    small, large = semaphore(protocol, 2), semaphore(protocol, 4)
-    assert two.call(large, "acquire", n=4)
+    small, large = semaphore(protocol, 2), two.hold(semaphore(protocol, 4), n=4)
     assert one.call(small, "acquire", blocking=False) is False
     assert one.call(small, "acquire", timeout=0.05) is False
     two.call(large, "release", 4)
@@ -199,48 +194,14 @@ def test_other_numbers(protocol: Subject, actors: Actors) -> None:
     for wrong in (0, 10_001, 1.5, True, "3"):
         with pytest.raises((TypeError, ValueError)):
             small.permits = wrong
-        with pytest.raises((TypeError, ValueError)):
-            semaphore(protocol, wrong)  # type: ignore[arg-type]
     for n, why in ((0, "number of permits"), (-1, "number of permits"), (6, "has 5 permits, and so never 6 at a time")):
         with pytest.raises(ValueError, match=why):
             one.call(small, "acquire", n=n)
 
 
-def test_a_dead_holder(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """Its permit is free when its lease is over; if it comes back, it has lost it."""
-    dead, sem = semaphore(protocol, 1, ttl=0.6, renew=False), semaphore(protocol, 1, timeout=30)
-    assert actor.call(dead, "acquire")
-    [permit] = dead.held
-    begun = time.monotonic()
-    assert other.call(sem, "acquire")
-    assert 0.4 < time.monotonic() - begun < 3
-    assert permit.state == "lost"
-    with pytest.raises(LockLost):
-        actor.call(dead, "release")
-    assert dead.held == []
-    assert other.call(sem.held[0], "verify")
-
-
-def test_min_hold_counts_from_when_all_are_held(protocol: Subject, actors: Actors) -> None:
-    """However long a permit that was collected before had to wait for the others."""
-    one, two, three = actors(3)
-    first, several, later = semaphore(protocol, 2), semaphore(protocol, 2, min_hold=0.7), semaphore(protocol, 2)
-    assert one.call(first, "acquire")
-    waiting = two.start(lambda: getattr(several, protocol.method("acquire"))(n=2, timeout=30))
-    assert until(lambda: len(in_use(protocol)) == 2)
-    time.sleep(0.7)
-    one.call(first, "release")
-    assert waiting.result(30) is True
-    begun = time.monotonic()
-    two.call(several, "release", 2)
-    assert three.call(later, "acquire", timeout=30)
-    assert time.monotonic() - begun > 0.4
-
-
 def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Also while several are gathered; and no longer once the object is gone."""
-    sem = semaphore(protocol, 3, ttl=1.5)
-    assert actor.call(sem, "acquire", n=2)
+    sem = actor.hold(semaphore(protocol, 3, ttl=1.5), n=2)
     assert renewed(protocol)
     assert [permit.state for permit in sem.held] == ["held", "held"]
     assert len(in_use(protocol)) == 2
@@ -265,46 +226,9 @@ def _newest(subject: Subject) -> list[tuple[Any, ...]]:
     return subject.run(f"SELECT fence, expires_at FROM locks WHERE {where} ORDER BY fence DESC LIMIT 1")
 
 
-def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> None:
-    """A key of a semaphore is no lock's, nor the other way round."""
-    sem = semaphore(either, 2)
-    assert actor.call(sem, "acquire")
-    with pytest.raises(WrongKind, match="'k' is the key of a semaphore, not of a lock"):
-        other.call(either.lock("k"), "acquire")
-    actor.call(sem, "release")
-    with pytest.raises(WrongKind):
-        actor.call(either.lock("k"), "acquire")
-    assert other.call(either.lock("other"), "acquire")
-    for flow in (actor, other):
-        with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a semaphore"):
-            flow.call(semaphore(either, 2, "other"), "acquire")
-    for key in ("", "x" * 231, "a\x1fb"):
-        with pytest.raises(InvalidKey):
-            semaphore(either, 2, key)
-    for option in ("interrupt", "reentrant"):
-        with pytest.raises(TypeError, match=f"{option} is not for semaphores"):
-            semaphore(either, 2, "k", **{option: True})
-
-
-def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
-    """Each call has a permit of the key of its arguments; a call for which none is free may be skipped."""
-    sem = semaphore(face, 1, "{name}", timeout=0, on_busy="skip", otherwise="skipped")
-    work = actor.decorate(sem, lambda name: name)
-    assert work("k") == "k"
-    holder = semaphore(face, 1)
-    assert other.call(holder, "acquire")
-    assert work("k") == "skipped"
-    assert work("other") == "other"
-    other.call(holder, "release")
-    assert work("k") == "k"
-    with pytest.raises(TypeError, match="cannot be skipped"):
-        actor.within(sem)
-
-
 def test_who_is_interrupted_leaves_nothing(async_face: Subject, actor: Actor, other: Actor) -> None:
     """A waiter that is cancelled has no permit, nor any of those that it has gathered."""
-    sem, holder = semaphore(async_face, 3, timeout=30), semaphore(async_face, 3)
-    assert other.call(holder, "acquire")
+    sem, _holder = semaphore(async_face, 3, timeout=30), other.hold(semaphore(async_face, 3))
 
     async def work() -> str:
         task = asyncio.create_task(getattr(sem, async_face.method("acquire"))(n=3))
@@ -343,15 +267,8 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
 
 def test_an_interrupt_among_several_leaves_none(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the permit that has begun, nor the tenures of those that have not."""
-    sem, acquire, begun = semaphore(either, 3), entering.acquire, list[Any]()
-
-    def interrupted(*given: Any, **more: Any) -> Any:
-        begun.append(given)
-        if len(begun) == 2:
-            raise Interrupted
-        return acquire(*given, **more)
-
-    monkeypatch.setattr(entering, "acquire", interrupted)
+    sem = semaphore(either, 3)
+    interrupt(monkeypatch, entering, "acquire", Interrupted, at=2)
     with pytest.raises(Interrupted):
         actor.call(sem, "acquire", n=3)
     assert sem.held == in_use(either) == []
@@ -359,15 +276,8 @@ def test_an_interrupt_among_several_leaves_none(either: Subject, actor: Actor, m
 
 def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
-    sem, end, interrupts = semaphore(either, 3), tenures.end, [Interrupted()]
-
-    def interrupted(*given: Any) -> Any:
-        if interrupts:
-            raise interrupts.pop()
-        return end(*given)
-
-    assert actor.call(sem, "acquire", n=3) is True
-    monkeypatch.setattr(tenures, "end", interrupted)
+    sem = actor.hold(semaphore(either, 3), n=3)
+    interrupt(monkeypatch, tenures, "end", Interrupted)
     with pytest.raises(Interrupted):
         actor.call(sem, "release", 3)
     assert sem.held == in_use(either) == []
@@ -376,8 +286,7 @@ def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkey
 def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor) -> None:
     """A permit of `permit()` is a lock, which is acquired, detached and released; a block that lost its own ends."""
     sem = semaphore(either, 2)
-    permit = sem.permit()
-    assert actor.call(permit, "acquire")
+    permit = actor.hold(sem.permit())
     assert actor.get(permit, "slot") in {0, 1}
     assert sem.held == []
     with pytest.raises(PermitNotHeld):
@@ -409,8 +318,7 @@ def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor
 def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(protocol: Subject, actors: Actors) -> None:
     """It is the next, as the row of the semaphore's key says; the permits are rows of their own."""
     one, two, three = actors(3)
-    holder, sem = semaphore(protocol, 2), semaphore(protocol, 2)
-    assert one.call(holder, "acquire", n=2)
+    holder, sem = one.hold(semaphore(protocol, 2), n=2), semaphore(protocol, 2)
     entered = two.start(lambda: getattr(sem, protocol.method("acquire"))(timeout=9))
     desk = Desk(protocol)
     assert until(lambda: [row.state for row in desk.survey()] == ["waiting", "held", "held"])
@@ -427,8 +335,7 @@ def test_more_permits_wake_those_that_wait(protocol: Subject, actors: Actors, mo
     """At once, and not when they would ask again."""
     timed(monkeypatch, waiter_ttl=60.0, **SELDOM)
     one, two, three = actors(3)
-    sem = semaphore(protocol, 1, ttl=600, slow_wait=None)
-    assert one.call(sem, "acquire")
+    sem = one.hold(semaphore(protocol, 1, ttl=600, slow_wait=None))
     waiting = [each.start(lambda: getattr(sem, protocol.method("acquire"))(timeout=30)) for each in (two, three)]
     assert until(lambda: any(SHARE in key for key, _ in list(runtime.current.wakeups._registered))), "one is the next"
     sem.permits = 3
@@ -460,8 +367,7 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
 
 def test_a_flow_releases_its_own_permits_first(either: Subject, actor: Actor, other: Actor) -> None:
     """Though another one has acquired a later one; and then whatever the object holds."""
-    sem = semaphore(either, 3)
-    assert actor.call(sem, "acquire")
+    sem = actor.hold(semaphore(either, 3))
     [mine] = sem.held
     assert other.call(sem, "acquire")
     [theirs] = [permit for permit in sem.held if permit is not mine]
@@ -473,8 +379,7 @@ def test_a_flow_releases_its_own_permits_first(either: Subject, actor: Actor, ot
 
 def test_the_semaphore_leaves_what_it_has_entered_itself(either: Subject, actor: Actor) -> None:
     """A permit that its caller has acquired once more stays held, for its caller to release; and it is one permit."""
-    sem = semaphore(either, 4)
-    assert actor.call(sem, "acquire", n=2)
+    sem = actor.hold(semaphore(either, 4), n=2)
     permit = sem.held[0]
     assert actor.call(permit, "acquire")
     actor.call(sem, "release", 2)

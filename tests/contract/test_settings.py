@@ -12,7 +12,7 @@ import re
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import partial
@@ -445,20 +445,16 @@ NOT_HERE = {"pin", "call"}
 
 
 def telling(database: str) -> list[Case]:
-    """Of each statement the first cases that need one session alone: up to two, first those that are answered."""
-    known = [
-        case
-        for case in CASES
-        if database in case.on
-        and not (case.beside or case.since or case.then or case.session or case.shows)
-        and case.durable is None
-        and case.statement not in NOT_HERE
-    ]
-    found: list[Case] = []
-    for name in {case.statement: None for case in known}:
-        cases = sorted((case for case in known if case.statement == name), key=lambda case: not case.reply)
-        found += cases[:2]
-    return found
+    """Of each statement up to two cases that need one session alone: what is answered has other types in each."""
+    found: dict[str, dict[object, Case]] = {}
+    for case in sorted(CASES, key=lambda case: not case.reply):
+        beside = case.beside or case.since or case.then or case.session or case.shows
+        if database in case.on and not beside and case.durable is None and case.statement not in NOT_HERE:
+            kinds = found.setdefault(case.statement, {})
+            if len(kinds) < 2:
+                rows = case.reply if isinstance(case.reply, Sequence) else ()
+                _ = kinds.setdefault((case.reply is None, tuple(tuple(map(type, row)) for row in rows)), case)
+    return [case for kinds in found.values() for case in kinds.values()]
 
 
 @one_of_each("database")
@@ -546,8 +542,7 @@ def column(subject: Configured, name: str, table: str = "locks") -> Any:
 def a_lock_lives(subject: Configured, actors: Callable[[], Actor]) -> None:
     """It is taken, entered again, renewed, extended, guarded, waited for, handed over, asked back, freed and reaped."""
     holder, waiter = actors(), actors()
-    lock = subject.lock("k", ttl=20, timeout=10)
-    holder.call(lock, "acquire")
+    lock = holder.hold(subject.lock("k", ttl=20, timeout=10))
     holder.call(lock, "acquire")
     assert column(subject, "count") == 2
     assert renewed(subject), "it was not renewed"

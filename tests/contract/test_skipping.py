@@ -18,20 +18,10 @@ from sqlalchemy_dblock import attach, create_tables, db_lock
 from tests.support.subjects import Actor, Subject
 
 
-def job(subject: Subject, body: Callable[[str], object], key: str = "report:{name}", **options: Any) -> Any:
-    """A decorated function of this face that runs `body`."""
-    lock = subject.lock(key, timeout=0.2, on_busy="skip", **options)
-    if subject.face == "sync":
-
-        def plain(name: str) -> object:
-            return body(name)
-
-        return lock(plain)
-
-    async def coroutine(name: str) -> object:
-        return body(name)
-
-    return lock(coroutine)
+def job(actor: Actor, body: Callable[[str], object], **options: Any) -> Callable[[str], Any]:
+    """A decorated function that runs `body`, to be called in that flow."""
+    lock = actor.subject.lock("report:{name}", timeout=0.2, on_busy="skip", **options)
+    return actor.decorate(lock, lambda name: body(name))  # noqa: PLW0108 - the key names its argument
 
 
 def test_a_call_is_skipped_while_the_key_is_busy(
@@ -39,21 +29,20 @@ def test_a_call_is_skipped_while_the_key_is_busy(
 ) -> None:
     """Its body does not run, `otherwise` is returned, and the log says who holds the key; another key is not busy."""
     ran: list[str] = []
-    build, plain = job(face, ran.append, otherwise="skipped"), job(face, ran.append)
-    holder = face.lock("report:daily", label="the first")
-    actor.call(holder, "acquire")
+    build, plain = job(other, ran.append, otherwise="skipped"), job(other, ran.append)
+    holder = actor.hold(face.lock("report:daily", label="the first"))
     with caplog.at_level(logging.INFO, "dblock"):
-        assert other.do(lambda: build("daily")) == "skipped"
-        assert other.do(lambda: plain("daily")) is None
+        assert build("daily") == "skipped"
+        assert plain("daily") is None
         assert deliveries.flush(5)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert len(told) == 2
     named = re.compile(r"skipped a call of tests\.\S+: could not acquire 'report:daily' .* \"the first\", for ")
     assert all(named.match(line) and "timeout=" not in line for line in told)
     assert ran == []
-    assert other.do(lambda: build("weekly")) is None
+    assert build("weekly") is None
     actor.call(holder, "release")
-    assert other.do(lambda: build("daily")) is None
+    assert build("daily") is None
     assert ran == ["weekly", "daily"]
     assert not actor.call(holder, "locked")
 
@@ -64,20 +53,18 @@ def test_a_time_out_of_the_body_is_its_own(either: Subject, actor: Actor) -> Non
     def body(name: str) -> None:
         raise LockTimeout("of another lock", key=name)
 
-    build = job(either, body)
     with pytest.raises(LockTimeout, match="of another lock"):
-        actor.do(lambda: build("daily"))
+        job(actor, body)("daily")
     assert not actor.call(either.lock("report:daily"), "locked")
 
 
 def test_a_flow_that_holds_the_key_is_not_skipped(either: Subject, actor: Actor) -> None:
     """It enters once more; with reentrant=False it is busy as anybody else's."""
     ran: list[str] = []
-    holder = either.lock("report:daily")
-    actor.call(holder, "acquire")
-    actor.do(lambda: job(either, ran.append)("daily"))
+    holder = actor.hold(either.lock("report:daily"))
+    job(actor, ran.append)("daily")
     assert ran == ["daily"]
-    assert actor.do(lambda: job(either, ran.append, reentrant=False, otherwise=0)("daily")) == 0
+    assert job(actor, ran.append, reentrant=False, otherwise=0)("daily") == 0
     assert ran == ["daily"]
     assert actor.get(holder, "count") == 1
     actor.call(holder, "release")
@@ -109,10 +96,3 @@ def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
     make: Any = locked_task
     with pytest.raises(TypeError, match="no option 'otherwise'"):
         make("k", on_busy="skip", otherwise=0)
-
-
-def test_options_that_make_no_sense(either: Subject) -> None:
-    with pytest.raises(ValueError, match='on_busy is "raise" or "skip"'):
-        either.lock("k", on_busy="wait")
-    with pytest.raises(ValueError, match='say on_busy="skip" as well'):
-        either.lock("k", otherwise=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pymysql
 import pytest
@@ -151,16 +150,8 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
     """And not what was found: the same state written again is no refusal."""
     if subject.database not in INNODB:
         pytest.skip("these count what was found")
-    address = make_url(url(subject.database))
-    connect = partial(
-        pymysql.connect,
-        host=address.host,
-        port=address.port or 0,
-        user=address.username,
-        password=address.password or "",
-        database=address.database,
-    )
-    engine = create_engine("mysql+pymysql://", creator=connect)
+    arguments = make_url(url(subject.database)).translate_connect_args(username="user")
+    engine = create_engine("mysql+pymysql://", creator=lambda: pymysql.connect(**arguments))
     store = db_lock(engine, "k")._place.store()
     assert drive(states.enter(store.database, "k", 7)) == ("", 0)
     for number in (1, 1, 2):

@@ -24,7 +24,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import HINTS, PgBouncer, PostgreSQL, running
 
 FEW = "postgresql and not (django and async) and not async-postgresql-psycopg and not session"
-QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd and not what_it_asked_for'}"
+QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd'}"
 """The drivers' own threads and tasks are no business of a pooler's, nor is who begins a connection's transaction."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -22,7 +23,6 @@ import pytest
 from django.db import connections
 
 from dblock.core import clock, runtime
-from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
@@ -256,17 +256,43 @@ def keeper_rests(keeper: Any) -> bool:
 
 
 def fail(
-    monkeypatch: pytest.MonkeyPatch, error: type[LockStoreError], *names: str, when: Callable[[], object] = lambda: True
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    *names: str,
+    key: str = "",
+    when: Callable[[], object] = lambda: True,
 ) -> None:
-    """Let the statements of these names fail, as long as `when` says so."""
+    """Let the statements of these names fail, about one key or any, as long as `when` says so."""
     execute = BaseStore.execute
 
     def failing(self: BaseStore, step: Execute) -> Rows:
-        if step.statement.name in names and when():
+        if step.statement.name in names and key in {"", step.parameters.get("key")} and when():
             raise error("out of order")
         return execute(self, step)
 
     monkeypatch.setattr(BaseStore, "execute", failing)
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    error: type[BaseException] = KeyboardInterrupt,
+    *,
+    at: int = 1,
+    after: bool = False,
+) -> None:
+    """Let the `at`-th call of a function raise, before or after its work, as a signal handler does."""
+    function, calls = getattr(place, name), itertools.count(1)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        strikes = next(calls) == at
+        found = None if strikes and not after else function(*given, **named)
+        if strikes:
+            raise error
+        return found
+
+    monkeypatch.setattr(place, name, interrupted)
 
 
 def hold_of(lock: Any) -> Hold:
@@ -287,6 +313,15 @@ def ledger(database: str) -> None:
     """An empty table that guarded transactions write to."""
     run(database, "CREATE TABLE IF NOT EXISTS ledger (n bigint)")
     run(database, "DELETE FROM ledger")
+
+
+def leave_rows(database: str, *keys: str, owner: str | None = None) -> None:
+    """Leave rows of keys that were given back years ago, or whose leases ended then."""
+    columns = "lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program"
+    ago = "'2020-01-01 00:00:00.000000'"
+    rows = [f"(:k{n}, :owner, 1, 0, 30, {ago}, {ago}, '', 'h', 1, 't', 'p', '')" for n in range(len(keys))]
+    named = {f"k{n}": key for n, key in enumerate(keys)}
+    run(database, f"INSERT INTO locks ({columns}, celery_task_id) VALUES {', '.join(rows)}", owner=owner, **named)
 
 
 def remaining(subject: Subject, key: str = "k") -> float:

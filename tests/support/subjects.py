@@ -244,6 +244,11 @@ class Actor:
         """The same, to its end."""
         return self.begin(lock, name, *args, **kwargs).result(60)
 
+    def hold(self, lock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Acquire it, which succeeds; the lock."""
+        assert self.call(lock, "acquire", *args, **kwargs) is True
+        return lock
+
     def get(self, lock: Any, name: str) -> Any:
         """Read a lock's attribute."""
         return self.do(lambda: getattr(lock, name))
@@ -297,6 +302,10 @@ class Actor:
         except BaseException as error:
             done.set_exception(error)
         return True  # and nothing of it is kept until there is something else to do
+
+
+Actors = Callable[[int], list[Actor]]
+"""Makes so many of them."""
 
 
 def at_once(found: Any) -> Any:
