@@ -141,7 +141,8 @@ def _run(lock: SyncLocks, options: Namespace) -> int:
 
 def _command(options: Namespace, environment: dict[str, str], outlet: int, pipe: FileIO) -> int:
     """The exit status of the command, which a watcher runs."""
-    shared, parent, early = _in_foreground(), None, list[int]()
+    shared, early = _in_foreground(), list[int]()
+    parent: subprocess.Popen[bytes] | None = None
     arguments = [str(outlet), str(options.kill_after), str(shared), *options.argv]
 
     def passed_on(number: int, _: FrameType | None = None) -> None:
