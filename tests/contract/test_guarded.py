@@ -58,9 +58,8 @@ from tests.contract.test_guard import (
     rival,
     set_level,
 )
-from tests.support.lab import expire, hold_of, until
+from tests.support.lab import before, expire, hold_of, until
 from tests.support.model import Interrupted
-from tests.support.remote import before
 from tests.support.strikes import CancelledAt
 from tests.support.subjects import FAMILY, PRODUCT, _loop, at_once
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from django.db import DatabaseError, connections
@@ -13,23 +12,12 @@ from sqlalchemy.exc import DBAPIError
 from dblock.core.errors import LockError, LockStoreError
 from tests.conftest import run
 from tests.faults.conftest import EACH_WIRE, Wire, name_of
-from tests.support.lab import ledger, until
+from tests.support.lab import before, ledger, until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
-    """Let something happen before a method of this very lock object, each time."""
-    plain = getattr(lock, method)
-
-    def later(*args: Any) -> Any:
-        happens()
-        return plain(*args)
-
-    setattr(lock, method, later)
 
 
 @pytest.mark.parametrize("what", ["replies", "requests"])

@@ -309,6 +309,17 @@ def renews(hold: Hold, *, soon: bool = True, within: float = 5) -> bool:
     return until(lambda: hold.lease.renewed > before, within)
 
 
+def before(lock: Any, method: str, happens: Callable[[], object]) -> None:
+    """Let something happen before a method of this very lock object, each time."""
+    plain = getattr(lock, method)
+
+    def later(*args: Any) -> Any:
+        happens()
+        return plain(*args)
+
+    setattr(lock, method, later)
+
+
 def ledger(database: str) -> None:
     """An empty table that guarded transactions write to."""
     run(database, "CREATE TABLE IF NOT EXISTS ledger (n bigint)")

@@ -14,7 +14,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, testing
 from tests.conftest import ALIASES, observer, ready, run
-from tests.support.remote import before
+from tests.support.lab import before
 
 MOMENTS = ("before the guard", "in the body", "after the commit")
 

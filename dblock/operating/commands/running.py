@@ -155,7 +155,7 @@ def _command(options: Namespace, environment: dict[str, str], outlet: int, pipe:
         _tell(pipe, number)
         if number == signal.SIGTSTP:  # brought to the foreground, and stopped there: nothing goes on without us
             with contextlib.suppress(OSError, AttributeError):  # macOS has no waitid() before Python 3.13
-                _ = os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a SIGCONT finds it stopped
+                os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a SIGCONT finds it stopped
             os.kill(os.getpid(), signal.SIGSTOP)
 
     handlers: dict[int, Any] = dict.fromkeys(watcher.heeded(), passed_on)
