@@ -384,9 +384,9 @@ def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None], secon
 
     def end_later() -> bool:
         found = ends()
-        return bool(before) and all(found.get(owner, "") > end for owner, end in before.items())
+        return bool(ended) and all(found.get(owner, "") > end for owner, end in ended.items())
 
-    before = ends()
+    ended = ends()
     time.sleep(0.002)  # SQLite's clock ticks in milliseconds
     begin()
     return until(end_later, seconds)
