@@ -318,14 +318,10 @@ class LockAdmin(Inspector):
         column, _sep, way = lookup.partition(LOOKUP_SEP)
         return column in _COLUMNS and way in _WAYS and "\0" not in str(value)
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
+    def has_add_permission(self, request: HttpRequest, obj: Lock | None = None) -> bool:
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: Lock | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Lock | None = None) -> bool:
-        return False
+    has_change_permission = has_delete_permission = has_add_permission
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         context = {"may_reap": self.may(request, "reap"), "quarantine": _quarantine()}

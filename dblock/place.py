@@ -113,16 +113,14 @@ class DjangoPlace(Place):
         return [send] if signal.has_listeners(sender) else ()
 
 
+@conf.kept
 def default_alias() -> str:
     """DBLOCK["USING"], else where the database routers write the model.
 
     They are asked once: two locks on one key in two databases would be two locks.
     """
-    return conf.settings().USING or _routed_alias()
-
-
-@conf.kept
-def _routed_alias() -> str:
+    if using := conf.settings().USING:
+        return using
     from dblock.models import Lock as Row  # noqa: PLC0415 - needs the app registry; importing this module must not
 
     return router.db_for_write(Row)
