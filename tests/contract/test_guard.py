@@ -522,7 +522,8 @@ def _increment(holder: Client, lock: Any) -> bool:
             holder.call(lock, "release")
 
 
-@at(EACH_LEVEL)
+@pytest.mark.parametrize("kind", ["django", "session"])
+@pytest.mark.parametrize(("database", "level"), EACH_LEVEL, indirect=["database"])
 def test_a_tenure_is_as_old_as_its_first_entry(holder: Client, client: Callable[..., Client]) -> None:
     """Entered again, or handed over, after the transaction began: it has seen all that came before the tenure."""
     heir, lock = client(holder.kind, holder.level), holder.held()
