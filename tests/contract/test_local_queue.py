@@ -6,29 +6,14 @@ from typing import Any
 
 import pytest
 
-from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockTimeout
-from dblock.core.lock.base_store import BaseStore
 from dblock.core.observing.events import Kind
 from dblock.core.observing.observers import observe
 from tests.conftest import timed
-from tests.contract.test_queue import LATER, lined_up, stranger, waiters
+from tests.contract.test_queue import LATER, lined_up, listen_in, stranger, waiters
 from tests.support.lab import until
 from tests.support.subjects import Actor, Actors, Subject
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the statements that are sent, but for those of the watchdog."""
-    names, perform = list[str](), BaseStore._perform
-
-    def recording(*args: Any) -> Any:
-        names.append(args[-1].statement.name)
-        return perform(*args)
-
-    monkeypatch.setattr(BaseStore, "_perform", recording)
-    return names
 
 
 @pytest.fixture
@@ -47,7 +32,9 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Actor, sent: list[str]) -> None:
+def test_one_statement_hands_the_key_on(
+    either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
     how: list[str] = []
     stop = observe(lambda event: how.append(event.how), Kind.ACQUIRED)
@@ -55,12 +42,12 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
     fence = actor.get(holder, "fence")
     lock, waiting = start(either, other, ttl=20, label="second")
     assert waiters(either) == 0
-    sent.clear()
+    sent = listen_in(either, monkeypatch)
     actor.call(holder, "release")
     assert waiting.result(30) is True
     assert until(lambda: how == ["at_once", "handed_over"], 5)
     stop()
-    assert sent == ["hand_over_local"]
+    assert [name for name, _ in sent] == ["hand_over_local"]
     row = either.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
     assert (row["owner"], row["fence"]) == (other.get(lock, "owner"), other.get(lock, "fence"))
@@ -70,7 +57,7 @@ def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Ac
     assert other.call(lock, "verify") is True
     sent.clear()
     other.call(lock, "release")
-    assert sent == ["release"]
+    assert [name for name, _ in sent] == ["release"]
 
 
 @pytest.mark.usefixtures("hopeful")
@@ -90,21 +77,6 @@ def test_others_have_their_turn(either: Subject, actor: Actor, actors: Actors, m
     alive = f"SELECT 1 FROM lock_waiters WHERE expires_at > {LATER[either.database]}"
     # The stranger's place, where it is not left as the key is granted; one that could not be left in time ends.
     assert until(lambda: len(either.run(alive, seconds=0)) <= 1, 10)
-
-
-@pytest.mark.usefixtures("hopeful")
-def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors: Actors) -> None:
-    """The first of a local queue runs out of time, and the one behind it is handed the key."""
-    holder = actor.hold(either.lock("k"))
-    impatient, patient = actors(2)
-    _, gives_up = start(either, impatient, timeout=0.3)
-    lock, waits = start(either, patient)
-    assert gives_up.result(30) is False
-    actor.call(holder, "release")
-    assert waits.result(30) is True
-    patient.call(lock, "release")
-    assert either.row("k")["owner"] is None
-    assert not runtime.current.site(either.lock("k")._place.store()).local_queues
 
 
 def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(

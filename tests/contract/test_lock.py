@@ -107,17 +107,6 @@ def test_a_timeout_names_the_holder(everywhere: Subject, actor: Actor, other: Ac
     actor.call(mine, "release")
 
 
-def test_an_error_in_the_block_survives(face: Subject, actor: Actor) -> None:
-    """And the lock is released."""
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        actor.within(face.lock("k"), fail)
-    assert face.row("k")["owner"] is None
-
-
 def test_re_entry_counts_and_keeps_the_fence(everywhere: Subject, actor: Actor, other: Actor) -> None:
     """The same flow enters again through any lock object; only its last release frees the key."""
     outer, inner = actor.hold(everywhere.lock("k", ttl=10)), everywhere.lock("k", ttl=60)
@@ -192,25 +181,23 @@ BAD_ARGUMENTS: list[tuple[tuple[Any, ...], type[Exception]]] = [
 ]
 
 
-def test_acquire_refuses_what_an_rlock_refuses(either: Subject, actor: Actor) -> None:
-    """With the same errors, before any I/O; and a number in place of a yes, with which an RLock waits for ever."""
+def test_acquire_takes_what_an_rlock_takes(either: Subject, actor: Actor) -> None:
+    """-1 and None wait for ever; all else is refused with the same errors, before any I/O.
+
+    So is a number in place of a yes, with which an RLock waits for ever.
+    """
+    lock = either.lock("k")
     for args, error in BAD_ARGUMENTS:
         with pytest.raises(error):
             threading.RLock().acquire(*args)
         with pytest.raises(error):
-            actor.call(either.lock("k"), "acquire", *args)
+            actor.call(lock, "acquire", *args)
     for wrong in (5, 0.5, None, "k"):
         with pytest.raises(TypeError, match="a wait in seconds is timeout="):
-            actor.call(either.lock("k"), "acquire", wrong)
+            actor.call(lock, "acquire", wrong)
     assert either.run("SELECT count(*) FROM locks") == [(0,)]
-
-
-def test_acquire_accepts_what_an_rlock_accepts(face: Subject, actor: Actor) -> None:
-    """-1 and None wait for ever."""
-    lock = face.lock("k")
     for args in ((), (True,), (True, -1), (True, None), (False,), (False, -1), (1, 0.5)):
-        assert actor.call(lock, "acquire", *args) is True
-        actor.call(lock, "release")
+        actor.call(actor.hold(lock, *args), "release")
 
 
 def test_a_decorator_formats_its_key(face: Subject, actor: Actor) -> None:

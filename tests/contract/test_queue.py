@@ -145,19 +145,6 @@ def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pyte
     assert until(lambda: cycle() == ["take", "release"])
 
 
-def test_who_gives_up_leaves_nothing(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """At the timeout, to 50 ms of waiting; the key then goes to the next that asks."""
-    holder = actor.hold(protocol.lock("k"))
-    lock = protocol.lock("k", timeout=0.4)
-    other.call(protocol.lock("warm"), "acquire")
-    begun = time.monotonic()
-    assert other.call(lock, "acquire") is False
-    assert time.monotonic() - begun >= 0.4
-    assert until(lambda: waiters(protocol) == 0, 2.0)  # deleted behind the caller
-    actor.call(holder, "release")
-    assert other.call(lock, "acquire", blocking=False) is True
-
-
 def test_a_place_is_kept(protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
     timed(monkeypatch, waiter_ttl=3.0)
