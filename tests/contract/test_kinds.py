@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> Non
                 for flow in (actor, other):
                     with pytest.raises(WrongKind, match=f"'{key}' is the key of a {one}, not of a {two}"):
                         flow.call(refused, "acquire")
-                    assert flow.do(lambda refused=refused: getattr(refused, "state", None)) is None
+                    assert flow.do(partial(getattr, refused, "state", None)) is None
             actor.call(mine, "release")
         with pytest.raises(WrongKind):
             other.call(theirs[0], "acquire", blocking=False)

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -674,7 +674,7 @@ def test_a_block_that_nobody_can_leave_ends_with_its_lease(
 def test_what_can_still_be_left_is_renewed(either: Subject, actor: Actor) -> None:
     """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
 
-    async def suspended() -> AsyncIterator[None]:
+    async def suspended() -> AsyncGenerator[None, None]:
         async with either.within(either.lock("suspended", ttl=20)):
             yield
 
