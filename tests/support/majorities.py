@@ -13,12 +13,11 @@ import sqlalchemy_dblock
 from dblock.core.protocol.drive import drive
 from dblock.majority import protocol
 from dblock.majority.statements import SERVER
-from tests.conftest import ALIASES, INNODB, run
+from tests.conftest import ALIASES, run
 from tests.support.subjects import Actor, Subject
 
 THREE = ("sqlite", "postgresql", "mariadb")
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "asyncmy"}
-LAST = INNODB[-1]
 
 
 def count(*databases: str) -> None:
