@@ -21,12 +21,9 @@ def test_it_gives_back_what_any_flow_holds(face: Subject, actors: Actors, caplog
     """Entered twice, with `min_hold`, by another flow: the count, the rows, and what their flows are told."""
     mine, theirs, end = actors(3)
     told: list[Reason] = []
-    twice, other = (
-        face.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)),
-        face.lock("other"),
-    )
-    assert [mine.call(twice, "acquire") for _ in range(2)] == [True, True]
-    assert theirs.call(other, "acquire")
+    twice = mine.hold(face.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)))
+    assert mine.call(twice, "acquire")
+    other = theirs.hold(face.lock("other"))
     assert mine.call(face.lock("short", min_hold=0.05), "acquire")
     assert end.do(lambda: face.api("release_all")) == 3
     assert end.do(lambda: face.api("release_all")) == 0
@@ -64,9 +61,8 @@ def test_a_database_that_fails_is_asked_once(
     either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it keeps ends with its lease: no renewal follows, and no error."""
-    locks = [either.lock(key, ttl=1.5) for key in "abc"]
-    for lock in locks:
-        actor.call(lock, "acquire")
+    for key in "abc":
+        actor.hold(either.lock(key, ttl=1.5))
     execute, asked = BaseStore.execute, []
 
     def refuse(store: BaseStore, step: Execute) -> Any:

@@ -43,10 +43,6 @@ def in_use(subject: Subject) -> list[int]:
     return [int(key[-5:]) for key, owner in rows if owner is not None]
 
 
-def by_slot(sem: Any) -> list[Any]:
-    return sorted(sem.held, key=lambda permit: permit.slot)
-
-
 def test_so_many_and_no_more(everywhere: Subject, actors: Actors) -> None:
     """Each permit is a lock on a slot of its own; the object owns it, so that any flow may release it."""
     one, two = actors(2)
@@ -63,7 +59,9 @@ def test_so_many_and_no_more(everywhere: Subject, actors: Actors) -> None:
         assert permit.remaining > 31
         permit.check()
     assert one.call(sem, "available") == 0
-    assert [info.fence for info in two.call(other, "holders")] == [each.fence for each in by_slot(sem)]
+    assert [info.fence for info in two.call(other, "holders")] == [
+        each.fence for each in sorted(sem.held, key=lambda permit: permit.slot)
+    ]
     assert [info.owner for info in one.call(sem, "holders")] == ["***", "***"]
     assert two.call(other, "acquire", timeout=0.05) is False
     two.call(sem, "release")

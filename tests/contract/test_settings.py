@@ -376,13 +376,23 @@ def one_of_each(*names: str) -> Any:
     return pytest.mark.parametrize("cell", found, ids=["-".join(map(str, cell)) for cell in found])
 
 
-@pytest.fixture
-def laboratory(request: pytest.FixtureRequest, cell: tuple[Setting, Subject]) -> Iterator[Laboratory]:
-    """With sessions from before the setting."""
-    database = ready(request, cell[1].database)
-    made = Laboratory(database, url(database))
+@pytest.fixture(scope="module")
+def laboratories() -> Iterator[dict[str, Laboratory]]:
+    """Of each database one, with sessions from before every setting."""
+    made: dict[str, Laboratory] = {}
     yield made
-    made.close()
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture
+def laboratory(
+    request: pytest.FixtureRequest, laboratories: dict[str, Laboratory], cell: tuple[Setting, Subject]
+) -> Laboratory:
+    database = ready(request, cell[1].database)
+    if database not in laboratories:
+        laboratories[database] = Laboratory(database, url(database))
+    return laboratories[database]
 
 
 @pytest.fixture

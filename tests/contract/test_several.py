@@ -143,10 +143,8 @@ def test_a_decorated_call_formats_each_key(face: Subject, actor: Actor, other: A
 
 def test_locks_of_several_databases(either: Subject, actor: Actor) -> None:
     """Ready-made locks are taken with the others; one that is held already is entered again."""
-    ready_made = twin(either).lock("x")
-    mixed = several(either, "y", ready_made)
-    assert actor.call(ready_made, "acquire")
-    assert actor.call(mixed, "acquire")
+    ready_made = actor.hold(twin(either).lock("x"))
+    mixed = actor.hold(several(either, "y", ready_made))
     assert actor.get(ready_made, "count") == 2
     actor.call(mixed, "release")
     assert owners(either) == {"x": True, "y": False}
