@@ -434,16 +434,16 @@ class Canon:
         world = self._world
         flat = Flat(self._of_house(house) for house in world.houses)
         for key, row in world.rows.items():
-            self._add((key, *row.values()), flat)
+            self._add_each((key, *row.values()), flat)
         waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
-        self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
+        places = [(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters]
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
-        self._add((world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
+        self._add_each((places, world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
         if RENAMING & {*world.kinds}:
             read = world.database().epoch
-            self._add((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
+            self._add_each((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
         for rows, waiting, _ in world.undone if world.faults else ():
-            self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
+            self._add_each(([list(row.values()) for row in rows.values()], list(waiting)), flat)
         flat.values.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
         ranks = {number: rank for rank, number in enumerate(sorted({*flat.numbers}))}
         names = dict[str, int]()
@@ -471,14 +471,11 @@ class Canon:
                     f.known(),
                     f.steps,
                 )
-                self._add(known, flows[-1])
+                self._add_each(known, flows[-1])
         own = Flat(flows)
-        self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
-        self._add((site.local_queues, site._contended), own)
+        shared = (house.channel, site.slots, house.wakeups._unclaimed, site.local_queues, site._contended)
+        self._add_each(shared, own)
         return own
-
-    def _add(self, it: Any, flat: Flat) -> None:
-        self._add_each((it,), flat)
 
     def _add_each(self, values: Iterable[Any], flat: Flat) -> None:
         """One after the other, without a call for each: an exploration spends most of its time here."""
@@ -505,10 +502,10 @@ class Canon:
                 append(len(it))
                 self._add_each(it, flat)
             else:
-                self._add_other(it, flat)
+                self._add_other(kind, it, flat)
 
-    def _add_other(self, it: Any, flat: Flat) -> None:
-        _adder(type(it))(self, it, flat)
+    def _add_other(self, kind: Any, it: Any, flat: Flat) -> None:
+        _adder(kind)(self, it, flat)
 
     def _add_class(self, it: Any, flat: Flat) -> None:
         flat.values.append(type(it).__name__)
@@ -529,17 +526,17 @@ class Canon:
 
     def _add_dict(self, it: dict[Any, Any], flat: Flat) -> None:
         flat.values.append(len(it))
-        for key in it if isinstance(it, OrderedDict) else sorted(it, key=str):
-            self._add_sequence((key, it[key]), flat)
+        if it:
+            keys = it if isinstance(it, OrderedDict) else sorted(it, key=str)
+            self._add_each([part for key in keys for part in (key, it[key])], flat)
 
     def _add_generator(self, it: GeneratorType[Any, Any, Any], flat: Flat) -> None:
         if self._is_new(it, flat):
             frame = it.gi_frame
             flat.values.append(it.__qualname__)
             if frame is not None:
-                flat.values.append(frame.f_lasti)
-                self._add_each([value for name, value in frame.f_locals.items() if name not in _ASIDE], flat)
-                self._add(it.gi_yieldfrom, flat)
+                told = [value for name, value in frame.f_locals.items() if name not in _ASIDE]
+                self._add_each((frame.f_lasti, *told, it.gi_yieldfrom), flat)
 
     def _add_lock(self, it: LockType, flat: Flat) -> None:
         if self._is_new(it, flat):
@@ -583,7 +580,7 @@ _ASIDE = {
 
 
 @cache
-def _adder(kind: type) -> Callable[[Canon, Any, Flat], None]:
+def _adder(kind: Any) -> Callable[[Any, Any, Flat], None]:
     """How values of this kind are written down."""
     if kind in _CONSTANT or issubclass(kind, (BaseException, Dialect)):
         return Canon._add_class

@@ -599,13 +599,13 @@ class OnSQLite(Family):
             _ = vars(self).pop("rows", None), vars(self).pop("waiters", None)
         return rows
 
-    @cached_property
-    def rows(self) -> dict[str, dict[str, Any]]:
+    @cached_property  # type: ignore[misc]
+    def rows(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
         """As the explorer compares them, until a statement changes something."""
         return {row.pop("key"): row for row in self._read(_ROWS)}
 
-    @cached_property
-    def waiters(self) -> dict[str, dict[str, Any]]:
+    @cached_property  # type: ignore[misc]
+    def waiters(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
         """Likewise."""
         return {waiter["owner"]: waiter for waiter in self._read(_WAITERS)}
 

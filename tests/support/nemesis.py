@@ -424,8 +424,10 @@ class World:
 
     # -- a round
 
-    def round(self, operations: int, goes_on: Callable[[int], bool]) -> tuple[list[Operation], dict[str, Final]]:
-        """What clients did until there were so many operations, or it is over, while faults struck."""
+    def round(
+        self, operations: int, goes_on: Callable[[int], bool], past: int
+    ) -> tuple[list[Operation], dict[str, Final]]:
+        """What clients did until there were so many operations, beside the past ones, or it is over; faults struck."""
         for each in map(self.members.__getitem__, self.databases):
             _ = each.insist(f"UPDATE {COUNTER} SET n = 0")
             _ = each.insist(f"DELETE FROM {MEMBERS}")
@@ -434,7 +436,7 @@ class World:
             self.clients.append(Client(self, number))
         record = Record([each.path for each in self.clients])
         seen, stuck, strikes = 0, clock.now() + 300, clock.now() + 1.0
-        while (count := len(record.operations)) < operations and goes_on(count):
+        while (count := len(record.operations)) < operations and goes_on(past + count):
             if count > seen:
                 seen, stuck = count, clock.now() + 300
             assert clock.now() < stuck, f"only {count} operations\n{self.log.read_text()[-3000:]}"
@@ -806,8 +808,7 @@ def run(
         kept: list[Operation] = []
         while (count := result.operations.total()) < operations and goes_on(count):
             try:
-                so_many = min(ROUND, operations - count)
-                found, finals = world.round(so_many, lambda more, past=count: goes_on(past + more))
+                found, finals = world.round(min(ROUND, operations - count), goes_on, count)
             except Exception:
                 if keep is None:
                     raise

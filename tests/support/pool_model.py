@@ -564,14 +564,14 @@ class _PoolCanon(Canon):
         self._add_each((world.disturbed, [loop.closed for loop in world.loops.values()], used), flat)
         return tuple(flat.values)
 
-    def _add_other(self, it: Any, flat: Flat) -> None:
+    def _add_other(self, kind: Any, it: Any, flat: Flat) -> None:
         """Connections and those who wait; nothing else that a caller knows distinguishes worlds."""
-        if isinstance(it, Use):
+        if kind is Use:
             flat.values.append(it)
-        elif isinstance(it, PooledConnection | Wakeup) and self._is_new(it, flat):
-            if isinstance(it, Waiter):
+        elif issubclass(kind, PooledConnection | Wakeup) and self._is_new(it, flat):
+            if kind is Waiter:
                 self._add_each((it.notified(), it.rank, type(it.error).__name__, it.polls_by, it.since), flat)
-            elif isinstance(it, Wakeup):
+            elif issubclass(kind, Wakeup):
                 flat.values.append(it.notified())
             else:
                 pool, raw = self._world.pool, it.raw
