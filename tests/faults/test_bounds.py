@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
 
@@ -52,23 +52,16 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject
 
 
-@pytest.fixture
-def actor(subject: Subject) -> Iterator[Actor]:
-    actor = Actor(subject)
-    yield actor
-    actor.close()
-
-
 @contextlib.contextmanager
-def strangers(database: str, sql: dict[str, str], after: dict[str, str] | None = None) -> Iterator[Connection]:
+def strangers(database: str, sql: dict[str, str]) -> Iterator[None]:
     """Somebody's transaction that has run a statement, for as long as the block lasts."""
     with observer(database).connect() as connection:
         connection.exec_driver_sql(sql[database])
         try:
-            yield connection
+            yield
         finally:
-            if after and database in after:
-                connection.exec_driver_sql(after[database])
+            if sql[database] == LOCK_TABLES:
+                connection.exec_driver_sql("UNLOCK TABLES")
             connection.rollback()
 
 
@@ -81,7 +74,6 @@ TABLE = {
     "mysql": LOCK_TABLES,
     "sqlite": "BEGIN EXCLUSIVE",
 }
-UNLOCK = {"mariadb": "UNLOCK TABLES", "mysql": "UNLOCK TABLES"}
 
 
 def takes_at_most(seconds: float, attempt: Callable[[], bool]) -> bool:
@@ -116,15 +108,16 @@ def refused(actor: Actor, lock: Any, *, silent: bool, **options: Any) -> Callabl
     indirect=["subject"],
     ids=[*(f"{each}-row" for each in DRIVEN), *(f"{each}-table" for each in SOME)],
 )
-def test_a_strangers_lock(subject: Subject, actor: Actor, lock: dict[str, str]) -> None:
+def test_a_strangers_lock(subject: Subject, actors: Callable[..., Actor], lock: dict[str, str]) -> None:
     """Of the row, the table or the whole database: a try answers at once, a timeout is exact, and both say no.
 
     LockTimeout says that somebody else's transaction was in the way, and is caused by what the driver said.
     """
+    actor = actors(subject)
     wanted = subject.lock("k", ttl=2)  # MySQL may carry out a take that nobody waits for any more
     actor.within(wanted)  # connected, and there is a row
     silent = subject.database == "mysql" or (POOLER and lock is TABLE)
-    with strangers(subject.database, lock, UNLOCK):
+    with strangers(subject.database, lock):
         assert takes_at_most(TRY, refused(actor, wanted, silent=silent, blocking=False))
         assert takes_at_most(0.4 + EXACT, refused(actor, wanted, silent=silent, timeout=0.4))
         if lock is TABLE:
@@ -150,10 +143,10 @@ TRIED = [
 
 @pytest.mark.parametrize(("subject", "what"), TRIED, indirect=["subject"], ids=str)
 def test_a_strangers_lock_on_what_is_held(
-    subject: Subject, actor: Actor, what: str, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, actors: Callable[..., Actor], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is waited for up to a bound, and an error of ours says so; afterwards the same works."""
-    lock = subject.lock("k", ttl=20)
+    actor, lock = actors(subject), subject.lock("k", ttl=20)
     actor.call(lock, "acquire")
     with strangers(subject.database, ROW), monkeypatch.context() as patch:
         timed(patch, retry_budget=0.2)

@@ -136,16 +136,14 @@ def test_a_hundred_promotions(kind: str, capsys: pytest.CaptureFixture[str]) -> 
         print(f"\n{kind}: {promotions} promotions, {tenures} tenures, no two at once")  # noqa: T201 - to be read
 
 
-def door_is_taken(engine: Engine) -> bool:
-    """Whether somebody waits for a permit."""
-    with engine.connect() as connection:
-        found = "SELECT 1 FROM locks WHERE lock_key = 'permits' AND owner IS NOT NULL"
-        return connection.scalar(text(found)) is not None
-
-
 def test_a_restart_closes_nothing() -> None:
     """Nor does a crash of the very server; whoever comes first afterwards, with a token or as a waiter, finds that."""
     with locking(PostgreSQL) as (server, engine), ThreadPoolExecutor(1) as pool:
+
+        def door_is_taken() -> bool:
+            found = "SELECT 1 FROM locks WHERE lock_key = 'permits' AND owner IS NOT NULL"
+            with engine.connect() as connection:
+                return connection.scalar(text(found)) is not None
 
         def wait_for_a_permit() -> float:
             with db_semaphore(engine, "permits", permits=1, timeout=30):
@@ -159,7 +157,7 @@ def test_a_restart_closes_nothing() -> None:
             token = held.detach()
             assert permit.acquire()
             waiting = pool.submit(wait_for_a_permit)
-            assert until(lambda: door_is_taken(engine))
+            assert until(door_is_taken)
             engine.dispose()
             server.stop(how)
             server.start()

@@ -48,6 +48,11 @@ async def block(stage: Stage, key: str, strike: Strike) -> None:
         await stage.within(stage.lock(key), nothing)
 
 
+async def block_in_block(stage: Stage, key: str, strike: Strike) -> None:
+    with strike:
+        await stage.within(stage.lock(key), lambda: stage.within(stage.lock(key), nothing))
+
+
 async def acquire_and_release(stage: Stage, key: str, strike: Strike) -> None:
     lock = stage.lock(key)
     with strike:
@@ -114,6 +119,7 @@ async def leave_for_a_stranger(stage: Stage, key: str, strike: Strike) -> None:
 
 SCENES = {
     block: 90,
+    block_in_block: 180,
     acquire_after_a_stranger: 360,
     acquire_after_one_of_ours: 180,
     leave_for_one_of_ours: 44,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -321,10 +321,8 @@ def test_an_outage_is_logged_once(
     holder = db_lock(holding, "k")
     assert holder.acquire()
     with proxied("postgresql") as (proxy, engine):
-        flows = [threading.Thread(target=wait_and_release, args=(engine,)) for _ in range(5)]
-        with db_lock(engine, "other", ttl=60):
-            for flow in flows:
-                flow.start()
+        with ThreadPoolExecutor(5) as pool, db_lock(engine, "other", ttl=60):
+            flows = [pool.submit(wait_and_release, engine) for _ in range(5)]
             time.sleep(1.0)
             caplog.clear()
             proxy.refusing = True
@@ -332,9 +330,9 @@ def test_an_outage_is_logged_once(
             time.sleep(2.0)  # four heartbeats, and all that is sent again
             proxy.refusing = False
             assert until(lambda: "can be used again" in caplog.text, 20)
-        holder.release()
-        for flow in flows:
-            flow.join()
+            holder.release()
+            for flow in flows:
+                flow.result(30)
     assert not holder.locked()
     begin, end = (record.getMessage() for record in caplog.records)
     assert "cannot be used, trying again" in begin

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from tests.faults.conftest import make_read_only
 from tests.support.failover import URLS
 from tests.support.lab import until
 from tests.support.proxy import Proxy
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, _working_in, running
 
 TTL = 1.5
 OPENS_SOON = {"dblock_failover_quarantine": None}
@@ -103,8 +102,7 @@ def lock(five: list[Engine], **options: Any) -> Any:
 
 
 def stop(each: Member) -> Callable[[], None]:
-    assert each.server.process is not None
-    pids = _tree(each.server.process.pid)
+    pids = [*_working_in(each.server.directory)]
 
     def send(signal_: signal.Signals) -> None:
         for pid in pids:
@@ -113,11 +111,6 @@ def stop(each: Member) -> Callable[[], None]:
 
     send(signal.SIGSTOP)
     return lambda: send(signal.SIGCONT)
-
-
-def _tree(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    return [pid, *(each for child in found for each in _tree(int(child)))]
 
 
 def kill(each: Member) -> Callable[[], None]:

@@ -19,12 +19,12 @@ from dblock.core.errors import LockStoreError
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, run, timed, url
-from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of, wire
+from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, actors, name_of, wire
 from tests.support.lab import SOME, threads, until
 from tests.support.pages import block
 from tests.support.subjects import MATRIX, Actor, Subject
 
-__all__ = ["wire"]
+__all__ = ["actors", "wire"]
 
 SESSIONS = {
     "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock: %'",
@@ -42,25 +42,25 @@ async def hold_for_a_moment(subject: Subject, lock: Any) -> None:
 
 @pytest.mark.direct
 @pytest.mark.parametrize("subject", [each for each in SOME if each.database != "sqlite"], ids=str, indirect=True)
-def test_a_process_that_turns_quiet_keeps_one_session(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_turns_quiet_keeps_one_session(
+    subject: Subject, actors: Callable[..., Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crowd that holds and waits needs several; a while after the last of it one is left, and no thread."""
     timed(monkeypatch, idle_session=0.8, trusted_idle=0.8, attention=0.5, linger=0.5)
 
     def found() -> set[Any]:
         return {session for (session,) in run(subject.database, SESSIONS[subject.database])}
 
-    actors = [Actor(subject) for _ in range(CROWD)]
+    crowd = [actors(subject) for _ in range(CROWD)]
     source = subject.lock("k")._place.store()._source
-    actors[0].do(
-        subject.engine.dispose if subject.face == "async" and subject.variant != "django" else source.close_all
-    )
+    crowd[0].do(subject.engine.dispose if subject.face == "async" and subject.variant != "django" else source.close_all)
     assert until(lambda: not source._idle)
     others = found()
 
     def burst() -> int:
         locks = [subject.lock(f"k{n // 2}", timeout=60) for n in range(CROWD)]
         for begun in [
-            actor.start(partial(hold_for_a_moment, subject, lock)) for actor, lock in zip(actors, locks, strict=True)
+            actor.start(partial(hold_for_a_moment, subject, lock)) for actor, lock in zip(crowd, locks, strict=True)
         ]:
             begun.result(60)
         return len(found() - others)
@@ -69,8 +69,6 @@ def test_a_process_that_turns_quiet_keeps_one_session(subject: Subject, monkeypa
     assert until(lambda: len(found() - others) == 1, 20)
     assert until(lambda: not threads("dblock "), 10), threads()
     assert len(found() - others) == 1
-    for each in actors:
-        each.close()
 
 
 @pytest.mark.direct
@@ -119,7 +117,9 @@ async def connect(subject: Subject) -> None:
 @pytest.mark.direct
 @pytest.mark.skipif(MYSQL_DRIVER == "mysqldb", reason="mysqlclient takes no program_name")
 @pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
-def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_say_what_they_are_for(
+    wire: Wire, actors: Callable[..., Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the application's own name; its own sessions have that alone."""
     name_application(wire, monkeypatch)
     subject, heard = wire.subject, wire.proxy.heard
@@ -135,9 +135,7 @@ def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPa
     waiting = wire.actor.begin(lock, "acquire")
     assert until(lambda: named("dblock: locks of shop") and named("dblock: listener of shop"), 20)
     before = len(heard)
-    other = Actor(subject)
-    other.do(lambda: connect(subject))
-    other.close()
+    actors(subject).do(lambda: connect(subject))
     if subject.database != "postgresql":
         said = b"".join(heard[before:])
         assert b"program_name\x04shop" in said
@@ -147,22 +145,19 @@ def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("subject", SERVED, ids=str, indirect=True)
-def test_the_kernel_watches_idle_connections(subject: Subject) -> None:
+def test_the_kernel_watches_idle_connections(subject: Subject, actors: Callable[..., Actor]) -> None:
     """Keepalives, and an end to what is not acknowledged; times that are shorter than ours stay."""
-    actor, lock = Actor(subject), subject.lock("k", timeout=20)
-    actor.within(lock)
+    lock = subject.lock("k", timeout=20)
+    actors(subject).within(lock)
     [connection, *_] = lock._place.store()._source._idle
+
+    expected = {name: value for name, value in sessions.KEEPALIVE.items() if hasattr(socket, name)}
 
     def options() -> dict[str, int]:
         with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
             assert descriptor.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            return {
-                name: descriptor.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
-                for name in sessions.KEEPALIVE
-                if hasattr(socket, name)
-            }
+            return {name: descriptor.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in expected}
 
-    expected = {name: value for name, value in sessions.KEEPALIVE.items() if hasattr(socket, name)}
     assert options() == expected
     idle = socket.IPPROTO_TCP, socket.TCP_KEEPIDLE
     with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
@@ -170,7 +165,6 @@ def test_the_kernel_watches_idle_connections(subject: Subject) -> None:
         sessions._keep_alive(connection.shutdown_fd)
         assert options() == {**expected, "TCP_KEEPIDLE": 4}
         descriptor.setsockopt(*idle, expected["TCP_KEEPIDLE"])
-    actor.close()
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
