@@ -33,7 +33,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, make_read_only, name_of, proxied
-from tests.support.lab import DRIVEN, SOME, expire, hold_of, renews, threads, until
+from tests.support.lab import DRIVEN, LONG, SOME, expire, hold_of, renews, threads, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.exact
@@ -512,6 +512,39 @@ def test_connections_that_the_network_has_forgotten(
     in_a_second = (takes_and_releases(timeout=1) for _ in range(chances))  # as many as are needed
     assert any(took < 1 and released < 0.5 for took, released in in_a_second)
     assert wire.direct.row("k")["owner"] is None
+
+
+FAR = [
+    (wire, delay)
+    for wire in SEVERAL_WIRES
+    for delay in (0.02, 0.08)
+    if LONG or delay == 0.02 or wire == SEVERAL_WIRES[0]
+]
+"""The round trips to a server far away: the longer one over each wire in `make faults`."""
+
+
+@pytest.mark.parametrize(
+    ("wire", "delay"), FAR, indirect=["wire"], ids=[f"{name_of(wire)}-{delay}" for wire, delay in FAR]
+)
+def test_an_idle_connection_to_a_server_far_away(wire: Wire, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round trip of 20 and of 80 ms: it is asked, has time to answer, is kept, and a try has its answer in time."""
+    wire.proxy.delay = delay
+    lock = wire.subject.lock("k")
+    for _ in range(8):  # prepared
+        assert wire.actor.call(lock, "acquire", timeout=20)
+        wire.actor.call(lock, "release")
+    timed(monkeypatch, trusted_idle=0.0)
+
+    def tries() -> bool:
+        opened, asked = wire.proxy.accepted, wire.proxy.round_trips
+        got = wire.actor.call(lock, "acquire", blocking=False)
+        assert wire.proxy.round_trips - asked >= 2
+        kept = wire.proxy.accepted == opened
+        if got:
+            wire.actor.call(lock, "release")
+        return got is True and kept
+
+    assert any(tries() for _ in range(5))
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
