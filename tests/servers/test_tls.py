@@ -23,6 +23,7 @@ from sqlalchemy_dblock import LockStoreError, db_lock
 from sqlalchemy_dblock.connections import EnginePool
 from tests.settings import MYSQLCLIENT
 from tests.support.failover import make_tables
+from tests.support.lab import threads, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, running
 
@@ -169,4 +170,6 @@ def test_a_server_that_does_not_answer(server: Encrypting) -> None:
             assert time.monotonic() - start < 1
             proxy.black_hole = False
             proxy.cut()
+        # It deletes what the take may have made.
+        assert until(lambda: not (threads("dblock housekeeping") or threads("dblock connect")), 20)
         engine.dispose()
