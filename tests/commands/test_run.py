@@ -153,7 +153,7 @@ def _state(pid: str) -> str:
     """That of a process: `T` if it is stopped, `Z` if it has ended and nobody has asked how; "" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while that is read
         return ""
 
 
