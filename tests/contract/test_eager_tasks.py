@@ -29,7 +29,7 @@ def run(subject: Subject, main: Main, loop: Loop = asyncio.new_event_loop) -> No
 
     async def whole() -> None:
         asyncio.get_running_loop().set_task_factory(eager_task_factory)
-        own = subject.over()
+        own = subject.over() if subject.variant == "sqlalchemy" else subject
         try:
             await main(own)
         finally:

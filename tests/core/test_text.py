@@ -19,6 +19,7 @@ from dblock.core.log import warn
 from dblock.core.text import printable
 from dblock.core.values import Identity
 from dblock.operating.commands.console import as_json, complain, say
+from tests.support.pages import syntax
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +111,7 @@ def test_all_log_lines_go_that_way() -> None:
     past = []
     names = {"debug", "info", "warning", "error", "exception", "critical", "log"}
     for path in [*(ROOT / "dblock").rglob("*.py"), *(ROOT / "sqlalchemy_dblock").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
                 logger = ast.unparse(node.func.value)
                 plain = all(isinstance(each, ast.Constant) for each in node.args)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.conftest import DATABASES
 from tests.contract.conftest import AXES
 from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL, ROOT
+from tests.support.pages import syntax
 from tests.support.subjects import EVERY, Subject
 
 CONTRACT = sorted((ROOT / "tests/contract").glob("test_*.py"))
@@ -51,6 +52,6 @@ def chosen() -> dict[str, tuple[Path, set[str]]]:
     return {
         f"{path.stem}::{node.name}": (path, AXES.keys() & {each.arg for each in node.args.args})
         for path in CONTRACT
-        for node in ast.parse(path.read_text()).body
+        for node in syntax(path).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }

@@ -20,7 +20,7 @@ import dblock
 import sqlalchemy_dblock
 from scripts import dist
 from tests.support.loaded import run
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, syntax
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -209,7 +209,7 @@ def test_no_function_of_the_core_imports() -> None:
     """What handles an error is loaded before the error comes: later the code on the disk may have been replaced."""
     found = set[str]()
     for path in (ROOT / "dblock" / "core").rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in ast.walk(syntax(path)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 inside = [node for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
                 found.update(f"{path.relative_to(ROOT)}:{node.lineno}" for node in inside)
@@ -224,7 +224,7 @@ def test_no_circle_of_files_in_the_core() -> None:
     }
     needs = dict[str, set[str]]()
     for name, path in files.items():
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in ast.walk(syntax(path)) if isinstance(node, ast.ImportFrom)]
         named = {f"{node.module}.{each.name}" for node in nodes for each in node.names}
         needs[name] = files.keys() & (named | {str(node.module) for node in nodes})
     assert "dblock.core.values" in needs["dblock.core.holding.lease"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import re
 from pathlib import Path
 
@@ -9,6 +11,19 @@ ROOT = Path(__file__).parents[2]
 _DOCS = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *_DOCS]
 _BLOCK = re.compile(r"(?:<!-- run: (.*?) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def syntax(path: Path) -> ast.Module:
+    """The syntax tree of a file of Python.
+
+    No finalizer runs meanwhile, which might let another thread make a tree, as a traceback does: CPython 3.11 counts
+    the depth of both in one number, and raises SystemError.
+    """
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
 
 
 def text(page: str) -> str:

@@ -13,10 +13,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parents[2]
+from tests.support.pages import ROOT, syntax
+
 PAGE: Final = ROOT / "docs/proof.md"
 
 
@@ -118,7 +118,7 @@ def defined(test: str) -> bool:
 
 @cache
 def _functions(path: str) -> set[str]:
-    tree = ast.parse((ROOT / path).read_text())
+    tree = syntax(ROOT / path)
     return {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
