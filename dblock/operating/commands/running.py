@@ -156,7 +156,8 @@ def _command(options: Namespace, environment: dict[str, str], outlet: int, pipe:
         if number == signal.SIGTSTP:  # brought to the foreground, and stopped there: nothing goes on without us
             with contextlib.suppress(OSError, AttributeError):  # macOS has no waitid() before Python 3.13
                 os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a SIGCONT finds it stopped
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)  # of this very thread, which goes on after a SIGCONT
+            passed_on(signal.SIGCONT)  # Linux may give that to another thread, and `wait` does not end for its handler
 
     handlers: dict[int, Any] = dict.fromkeys(watcher.heeded(), passed_on)
     if shared:  # a terminal stops all of its foreground
