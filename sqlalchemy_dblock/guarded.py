@@ -11,14 +11,14 @@ from sqlalchemy.exc import InvalidRequestError
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Hold
-from dblock.core.lock.guarded import AsyncGuarded, Guarded, _Block
+from dblock.core.lock.guarded import AsyncGuarded, BaseGuarded, Guarded
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.transactions import connection_of
 
 T = TypeVar("T")
 
 
-class _OfGiven(_Block[T]):
+class _OfGiven(BaseGuarded[T]):
     """A block of what begin() was given: a factory, whose own begin() gives a session or a connection; or a session."""
 
     _asynchronous = False

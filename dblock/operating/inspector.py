@@ -44,6 +44,10 @@ from dblock.store import store_for
 if TYPE_CHECKING:
     from django.utils.functional import _StrPromise as StrPromise
 
+    _ModelAdmin = admin.ModelAdmin[Lock]
+else:
+    _ModelAdmin = admin.ModelAdmin
+
 REQUEST = 3.0
 """Seconds for which a request waits until all is tidied up."""
 SHOWN = 200
@@ -114,7 +118,7 @@ REVOKE: Final = Ending(
 )
 
 
-class Inspector(admin.ModelAdmin):  # type: ignore[type-arg]
+class Inspector(_ModelAdmin):
     """The pages beside the list and the details."""
 
     def get_urls(self) -> list[URLPattern]:

@@ -35,7 +35,7 @@ Begun = tuple[Callable[[], Flow | None], Any]
 """A reference to the flow that has begun a block, and the context manager that it has entered."""
 
 
-class _Block(Generic[T]):
+class BaseGuarded(Generic[T]):
     """What begins guarded blocks on a lock, or on several; any number of flows may be inside at a time."""
 
     def __init__(self, lock: Any) -> None:
@@ -101,7 +101,7 @@ class _Block(Generic[T]):
         return block
 
 
-class Guarded(_Block[T]):
+class Guarded(BaseGuarded[T]):
     """A guarded block that blocks its thread: a `with`, or a decorator. Made by `atomic()` or `begin()`."""
 
     if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Guarded(_Block[T]):
         return decorated(self, function)
 
 
-class AsyncGuarded(_Block[T]):
+class AsyncGuarded(BaseGuarded[T]):
     """A guarded block of an event loop: an `async with`, or a decorator. Made by `begin()`."""
 
     if TYPE_CHECKING:
