@@ -71,21 +71,19 @@ class MySQL(Vocabulary):
     table_options = " ENGINE = InnoDB"
     undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
+    before = "UTC_TIMESTAMP(6) - INTERVAL ROUND({} * 1000000) MICROSECOND".format
+    since = "TIMESTAMPDIFF(MICROSECOND, {}, UTC_TIMESTAMP(6)) / 1e6".format
+    until = "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {}) / 1e6".format
+    remember = "LAST_INSERT_ID({})".format
+    returning = "".format
+    unchanged = "{0} = LAST_INSERT_ID({0}), ".format
+    answering = "AND LAST_INSERT_ID({0}) >= 0".format
 
     def __init__(self, collation: str) -> None:
         self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
 
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
-
-    def before(self, seconds: str) -> str:
-        return f"{self.now} - INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
-
-    def since(self, time: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, {time}, {self.now}) / 1e6"
-
-    def until(self, time: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, {self.now}, {time}) / 1e6"
 
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         types = {"text": f"varchar(255) {EXACT}", "double precision": "double"}
@@ -96,31 +94,16 @@ class MySQL(Vocabulary):
         places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
         return f"{places} ON waiter.owner >= {flow} AND waiter.owner < CONCAT({flow}, 'g')"
 
-    def remember(self, number: str) -> str:
-        return f"LAST_INSERT_ID({number})"
-
-    def returning(self, column: str) -> str:
-        return ""
-
-    def unchanged(self, column: str) -> str:
-        return f"{column} = {self.remember(column)}, "
-
-    def answering(self, before: str, after: str) -> str:
-        return f"AND {self.remember(before)} >= 0"
-
     def change_at_once(self, index: str) -> str:
         locked = _LOCKED.format(index)
         return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
 
-    def bounds(self, key: str) -> tuple[str, str]:
-        return f"CONCAT({key}, CHAR(31 USING utf8mb4))", f"CONCAT({key}, ' ')"
-
     @property
     def shares_of_locks(self) -> str:
         # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
-        low, high = self.bounds("door.lock_key")
         return f"""SELECT 1 FROM locks AS door{self.by_key}
-        {self.join} locks AS share{self.by_key} ON share.lock_key > {low} AND share.lock_key < {high}
+        {self.join} locks AS share{self.by_key} ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
+            AND share.lock_key < CONCAT(door.lock_key, ' ')
         WHERE door.lock_key = locks.lock_key"""
 
     def delete_up_to(self, table: str, name: str, last: str) -> str:

@@ -63,6 +63,20 @@ class PostgreSQL(Vocabulary):
     # With an equality the order is that of `id` alone, and a planner that estimates the key as frequent reads all
     # events, the latest first.
     events_of_key = "lock_key >= :key AND lock_key <= :key ORDER BY lock_key DESC, id DESC"
+    before = "clock_timestamp() - make_interval(secs => {})".format
+    since = "CAST(extract(epoch FROM clock_timestamp() - {}) AS double precision)".format
+    until = "CAST(extract(epoch FROM {} - clock_timestamp()) AS double precision)".format
+    integer = "CAST({} AS integer)".format
+    bigint = "CAST({} AS bigint)".format
+    number = "CAST({} AS double precision)".format
+    # An index serves it like an equality, one value at a time; but it allows no hash and merge joins.
+    looked_up = "{} = ANY (ARRAY[{}])".format
+    # A sequential scan might come to the condition first, and try the locks of other keys.
+    of_listed = "lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names AS json)))) AND ({})".format
+    pin = "hashtextextended({}, CAST(CAST('locks' AS regclass) AS bigint))".format
+    """The number of a key's advisory lock."""
+    # CASE, so that only a take of a free key tries the advisory lock.
+    unpinned = f"CASE WHEN {{}} THEN pg_try_advisory_xact_lock({pin('lock_key')}) ELSE false END".format
 
     def asynchronous_unless(self, condition: str) -> str:
         return f"{self.bounded} AND CASE WHEN {condition} THEN {self.durably} ELSE {self.asynchronously} END"
@@ -70,31 +84,9 @@ class PostgreSQL(Vocabulary):
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + make_interval(secs => {seconds})"
 
-    def before(self, seconds: str) -> str:
-        return f"{self.now} - make_interval(secs => {seconds})"
-
-    def since(self, time: str) -> str:
-        return f"CAST(extract(epoch FROM {self.now} - {time}) AS double precision)"
-
-    def until(self, time: str) -> str:
-        return f"CAST(extract(epoch FROM {time} - {self.now}) AS double precision)"
-
-    def integer(self, parameter: str) -> str:
-        return f"CAST({parameter} AS integer)"
-
-    def bigint(self, parameter: str) -> str:
-        return f"CAST({parameter} AS bigint)"
-
-    def number(self, parameter: str) -> str:
-        return f"CAST({parameter} AS double precision)"
-
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         types = ", ".join(f"{name} {kind}" for name, kind in columns.items())
         return f"json_to_recordset(CAST({parameter} AS json)) AS record ({types})"
-
-    def looked_up(self, column: str, value: str) -> str:
-        # An index serves it like an equality, one value at a time; but it allows no hash and merge joins.
-        return f"{column} = ANY (ARRAY[{value}])"
 
     def join_places_of(self, flow: str) -> str:
         # With a LIMIT, so that it is read by the index in order, for one flow at a time; a flow has one place, and
@@ -102,21 +94,9 @@ class PostgreSQL(Vocabulary):
         return f""", LATERAL (
         SELECT * FROM lock_waiters WHERE owner >= {flow} AND owner < {flow} || 'g' ORDER BY owner LIMIT 16) AS waiter"""
 
-    def of_listed(self, condition: str) -> str:
-        # A sequential scan might come to the condition first, and try the locks of other keys.
-        return f"lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names AS json)))) AND ({condition})"
-
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         listed = "json_array_elements_text(CAST(:names AS json)) AS due (name)"
         return f"DELETE FROM {table} USING {listed} WHERE {self.looked_up(name, 'due.name')} AND {condition}"
-
-    def pin(self, key: str) -> str:
-        """The number of a key's advisory lock."""
-        return f"hashtextextended({key}, CAST(CAST('locks' AS regclass) AS bigint))"
-
-    def unpinned(self, condition: str) -> str:
-        # CASE, so that only a take of a free key tries the advisory lock.
-        return f"CASE WHEN {condition} THEN pg_try_advisory_xact_lock({self.pin('lock_key')}) ELSE false END"
 
 
 SQL: Final = PostgreSQL()

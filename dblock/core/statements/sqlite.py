@@ -43,26 +43,15 @@ class SQLite(Vocabulary):
     seconds = "real"
     time = "datetime"
     serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
-
-    @property
-    def unserved(self) -> str:
-        return "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
-
-    def looked_up(self, column: str, value: str) -> str:
-        # For an equality SQLite may build a Bloom filter, for which it reads the whole table.
-        return f"{column} IN (SELECT {value})"
+    unserved = "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
+    before = "strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {}))".format
+    since = "round((julianday('now') - julianday({})) * 86400.0, 3)".format
+    until = "round((julianday({}) - julianday('now')) * 86400.0, 3)".format
+    # For an equality SQLite may build a Bloom filter, for which it reads the whole table.
+    looked_up = "{} IN (SELECT {})".format
 
     def after(self, seconds: str, start: str = "'now'") -> str:
         return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
-
-    def before(self, seconds: str) -> str:
-        return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {seconds}))"
-
-    def since(self, time: str) -> str:
-        return f"round((julianday('now') - julianday({time})) * 86400.0, 3)"
-
-    def until(self, time: str) -> str:
-        return f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
 
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)

@@ -5,10 +5,15 @@ Rule: an expression means the same on every database; features of a single datab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from dblock.core.statements.base import Reply
 from dblock.core.values import MARGIN
+
+Text = Callable[..., str]
+"""A text with places for others: `"CAST({} AS bigint)".format`."""
+_AS_IT_IS: Final = "{}".format
 
 
 class Vocabulary:
@@ -56,34 +61,48 @@ class Vocabulary:
     """The number of the table lock_epoch, where a restored one has another."""
     undumped = ""
     """A number that a dump of a `float` changes; empty if the database tells a restored table otherwise."""
+    unserved = ""
+    """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
+
+    before: Text
+    """The time so many seconds ago."""
+    since: Text
+    """Seconds from a time until now."""
+    until: Text
+    """Seconds from now until a time; more than 0 only if it has not come."""
+    integer: Text = _AS_IT_IS
+    """A number of 32 bits, if the database needs a cast."""
+    bigint: Text = _AS_IT_IS
+    """A number of 64 bits, if the database needs a cast."""
+    number: Text = _AS_IT_IS
+    """A number with a fraction, if the database needs a cast."""
+    looked_up: Text = "{} = {}".format
+    """`column = value`, where `value` is a column of another table, through the index on `column`.
+
+    With a plain equality the planner may read the whole table or index and compare. That is cheap while the table is
+    small, but the plan may be kept, or made from old statistics, when it no longer is.
+    """
+    remember: Text = _AS_IT_IS
+    """The number, remembered as the statement's answer (see `returning`)."""
+    returning: Text = "RETURNING {}".format
+    """The end of a statement that answers the new value of that column, set by `remember`."""
+    unchanged: Text = "".format
+    """An assignment for a statement that answers a column that it does not change."""
+    answering: Text = "RETURNING {1}".format
+    """The end of an UPDATE that answers a number, which is not negative, and rounded if necessary.
+
+    Two texts express it, by the old row and by the new row; a database uses one of them.
+    """
+    unpinned: Text = "({})".format
+    """The condition, and that no transaction pins the key, without waiting for that."""
+    is_latest: Text = "abs(epoch.floor) < {}.fence".format
+    """The condition on the row of `epoch` that the tenure in a row began in it, so that no later one was lost."""
+    of_listed: Text = _AS_IT_IS
+    """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
         raise NotImplementedError
-
-    def before(self, seconds: str) -> str:
-        """The time so many seconds ago."""
-        raise NotImplementedError
-
-    def since(self, time: str) -> str:
-        """Seconds from that time until now."""
-        raise NotImplementedError
-
-    def until(self, time: str) -> str:
-        """Seconds from now until that time; more than 0 only if it has not come."""
-        raise NotImplementedError
-
-    def integer(self, parameter: str) -> str:
-        """A number of 32 bits, if the database needs a cast."""
-        return parameter
-
-    def bigint(self, parameter: str) -> str:
-        """A number of 64 bits, if the database needs a cast."""
-        return parameter
-
-    def number(self, parameter: str) -> str:
-        """A number with a fraction, if the database needs a cast."""
-        return parameter
 
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
         """A parameter that is a JSON array of objects, as the table `record`; `columns`: their names, and their types.
@@ -92,14 +111,6 @@ class Vocabulary:
         """
         raise NotImplementedError
 
-    def looked_up(self, column: str, value: str) -> str:
-        """`column = value`, where `value` is a column of another table, through the index on `column`.
-
-        With a plain equality the planner may read the whole table or index and compare. That is cheap while the table
-        is small, but the plan may be kept, or made from old statistics, when it no longer is.
-        """
-        return f"{column} = {value}"
-
     def join_places_of(self, flow: str) -> str:
         """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
 
@@ -107,34 +118,6 @@ class Vocabulary:
         """
         places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
         return f"{places} ON waiter.owner >= {flow} AND waiter.owner < {flow} || 'g'"
-
-    def remember(self, number: str) -> str:
-        """The number, remembered as the statement's answer (see `returning`)."""
-        return number
-
-    def returning(self, column: str) -> str:
-        """The end of a statement that answers the new value of that column, set by `remember`."""
-        return f"RETURNING {column}"
-
-    def unchanged(self, column: str) -> str:
-        """An assignment for a statement that answers a column that it does not change."""
-        return ""
-
-    def answering(self, before: str, after: str) -> str:
-        """The end of an UPDATE that answers a number, which is not negative, and rounded if necessary.
-
-        `before` and `after` express it by the old row and by the new row; a database uses one of them.
-        """
-        return f"RETURNING {after}"
-
-    @property
-    def unserved(self) -> str:
-        """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
-        return ""
-
-    def unpinned(self, condition: str) -> str:
-        """The condition, and that no transaction pins the key, without waiting for that."""
-        return f"({condition})"
 
     def is_open(self, row: str = "locks", *, also: str | None = None) -> str:
         """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
@@ -156,10 +139,6 @@ class Vocabulary:
         """The condition that this server wrote the row of `lock_epoch`, and not the restoring of a dump."""
         return f"{row}.server = {self.server}" + (f" AND {row}.history = {self.undumped}" if self.undumped else "")
 
-    def is_latest(self, row: str) -> str:
-        """The condition on the row of `epoch` that the tenure in `row` began in it, so that no later one was lost."""
-        return f"abs(epoch.floor) < {row}.fence"
-
     def asynchronous_unless(self, condition: str) -> str:
         """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
         return self.asynchronous
@@ -172,23 +151,15 @@ class Vocabulary:
         """The same without waiting for the row, which it reaches through an index."""
         return f"{self.at_once}UPDATE locks{index} SET"
 
-    def bounds(self, key: str) -> tuple[str, str]:
-        """Texts between which the keys of the shares of a key are."""
-        return f"{key} || {self.separator}", f"{key} || ' '"
-
     @property
     def shares_of_locks(self) -> str:
         """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
-        low, high = self.bounds("locks.lock_key")
-        return f"SELECT 1 FROM locks AS share{self.by_key} WHERE share.lock_key > {low} AND share.lock_key < {high}"
+        return f"""SELECT 1 FROM locks AS share{self.by_key}
+        WHERE share.lock_key > locks.lock_key || {self.separator} AND share.lock_key < locks.lock_key || ' '"""
 
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
         return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
-
-    def of_listed(self, condition: str) -> str:
-        """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
-        return condition
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.
