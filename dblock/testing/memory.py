@@ -51,7 +51,7 @@ from dblock.testing.recorder import Recorder, following
 
 LONGEST: Final = 86_400.0  # seconds after which a wait that moves the clock is refused: it would never end
 SLICE: Final = 0.005  # seconds of a real wait, after which it is seen whether only time can end it by now
-TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=1.0).checked()
+TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=1.0)
 OWNERS: Final = """
     SELECT owner FROM locks
     WHERE (lock_key = :key OR (lock_key > :low AND lock_key < :high)) AND owner IS NOT NULL
