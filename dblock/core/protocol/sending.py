@@ -198,9 +198,9 @@ def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStor
     """The failure, with an earlier error of the driver as its cause if it was only out of time."""
     if told is None or (failure.__cause__ is not None and not failure.late):
         return failure
-    explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
+    late = 0.0 if isinstance(told, StoreReadOnly | StoreUnreachable) else failure.late
+    explained = type(failure)(f"{failure}; before that: {told}", key=failure.key, late=late)
     explained.__cause__ = told.__cause__
-    explained.late = 0.0 if isinstance(told, StoreReadOnly | StoreUnreachable) else failure.late
     return explained
 
 
