@@ -72,7 +72,7 @@ class DjangoStore(BaseStore):
         self.database = Database(
             weakref.ref(self),
             dialect_for(vendor, tables),
-            refuse_waiting=self._refuse_waiting,
+            before_waiting=self._refuse_waiting,
             quarantine=conf.quarantine,
         )
         self.name = alias

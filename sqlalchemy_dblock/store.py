@@ -82,11 +82,10 @@ class EngineStore(BaseStore):
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
-        refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
         self.database = Database(
             weakref.ref(self),
             dialect_for(name, tables),
-            refuse_waiting=refuse_waiting,
+            before_waiting=(lambda: None) if self.asynchronous else _not_on_an_event_loop,
             quarantine=lambda: options.quarantine,
         )
         self._source = source_for(engine)
