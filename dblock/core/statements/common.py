@@ -54,14 +54,13 @@ def begun(words: Vocabulary, *, expires_at: str = "", fence: str = "") -> str:
     {_BEARER}"""
 
 
-def _alive(words: Vocabulary) -> str:
+def _alive(words: Vocabulary, owner: str = "= :owner") -> str:
     """The condition that names a tenure whose lease has not ended."""
-    return f"lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > {words.now}"
+    return f"lock_key = :key AND owner {owner} AND fence = :fence AND expires_at > {words.now}"
 
 
-def _alive_by_either(words: Vocabulary) -> str:
-    """The same under its owner, or under the heir that the statement gives it."""
-    return f"lock_key = :key AND owner IN (:owner, :heir) AND fence = :fence AND expires_at > {words.now}"
+_BY_EITHER: Final = "IN (:owner, :heir)"
+"""Under its owner, or under the heir that the statement gives it."""
 
 
 def _longer(words: Vocabulary) -> str:
@@ -144,7 +143,7 @@ def detach(words: Vocabulary) -> str:
     count = 0,
     ttl = :life,
     {_longer(words)}
-WHERE {_alive_by_either(words)} {words.durable}
+WHERE {_alive(words, _BY_EITHER)} {words.durable}
 """
 
 
@@ -166,7 +165,7 @@ def attach(words: Vocabulary) -> str:
     expires_at = {ends},
     owner = :heir,
     {_BEARER}
-WHERE {_alive_by_either(words)} {words.is_open(also="")} {words.durable}
+WHERE {_alive(words, _BY_EITHER)} {words.is_open(also="")} {words.durable}
 """
 
 
