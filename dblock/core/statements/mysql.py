@@ -36,7 +36,6 @@ served.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, causes
@@ -85,11 +84,6 @@ class MySQL(Vocabulary):
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
 
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        types = {"text": f"varchar(255) {EXACT}", "double precision": "double"}
-        paths = ", ".join(f"{name} {types.get(kind, kind)} PATH '$.{name}'" for name, kind in columns.items())
-        return f"JSON_TABLE({parameter}, '$[*]' COLUMNS ({paths})) AS record"
-
     def join_places_of(self, flow: str) -> str:
         places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
         return f"{places} ON waiter.owner >= {flow} AND waiter.owner < CONCAT({flow}, 'g')"
@@ -105,11 +99,6 @@ class MySQL(Vocabulary):
         {self.join} locks AS share{self.by_key} ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
             AND share.lock_key < CONCAT(door.lock_key, ' ')
         WHERE door.lock_key = locks.lock_key"""
-
-    def delete_up_to(self, table: str, name: str, last: str) -> str:
-        # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
-        due = f"(SELECT {last} AS last) AS due"
-        return f"DELETE {table} FROM {due} STRAIGHT_JOIN {table}{self.by_key} ON {name} <= due.last"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_key

@@ -29,7 +29,6 @@ lose at most a place in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import Failure, causes
@@ -60,9 +59,6 @@ class PostgreSQL(Vocabulary):
     started = "CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint)"
     server = f"concat_ws(' ', {started}, {epoch_table})"
     timeline = "substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
-    # With an equality the order is that of `id` alone, and a planner that estimates the key as frequent reads all
-    # events, the latest first.
-    events_of_key = "lock_key >= :key AND lock_key <= :key ORDER BY lock_key DESC, id DESC"
     before = "clock_timestamp() - make_interval(secs => {})".format
     since = "CAST(extract(epoch FROM clock_timestamp() - {}) AS double precision)".format
     until = "CAST(extract(epoch FROM {} - clock_timestamp()) AS double precision)".format
@@ -83,10 +79,6 @@ class PostgreSQL(Vocabulary):
 
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + make_interval(secs => {seconds})"
-
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        types = ", ".join(f"{name} {kind}" for name, kind in columns.items())
-        return f"json_to_recordset(CAST({parameter} AS json)) AS record ({types})"
 
     def join_places_of(self, flow: str) -> str:
         # With a LIMIT, so that it is read by the index in order, for one flow at a time; a flow has one place, and

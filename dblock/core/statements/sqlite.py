@@ -13,7 +13,6 @@ a crash of the machine may lose the last commits, but ends every holder too, sin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import Failure, causes
@@ -52,10 +51,6 @@ class SQLite(Vocabulary):
 
     def after(self, seconds: str, start: str = "'now'") -> str:
         return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
-
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)
-        return f"(SELECT {values} FROM json_each({parameter})) AS record"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_owner

@@ -5,7 +5,7 @@ Rule: an expression means the same on every database; features of a single datab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from dblock.core.statements.base import Reply
@@ -32,8 +32,6 @@ class Vocabulary:
     the owner, or by the key and the ticket."""
     join = "JOIN"
     """A join of two tables that reads the first one first, if the database has such a join."""
-    events_of_key = "lock_key = :key ORDER BY id DESC"
-    """The condition for the events of one key, and their order, as in the index on both."""
     read_at_once = ""
     """The end of a query in an UPDATE whose rows it would wait for otherwise."""
     at_once = ""
@@ -104,13 +102,6 @@ class Vocabulary:
         """The time so many seconds after `start`, by default after now."""
         raise NotImplementedError
 
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        """A parameter that is a JSON array of objects, as the table `record`; `columns`: their names, and their types.
-
-        A type is `text`, `bigint` or `double precision`.
-        """
-        raise NotImplementedError
-
     def join_places_of(self, flow: str) -> str:
         """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
 
@@ -156,10 +147,6 @@ class Vocabulary:
         """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
         return f"""SELECT 1 FROM locks AS share{self.by_key}
         WHERE share.lock_key > locks.lock_key || {self.separator} AND share.lock_key < locks.lock_key || ' '"""
-
-    def delete_up_to(self, table: str, name: str, last: str) -> str:
-        """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
-        return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.
