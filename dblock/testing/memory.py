@@ -46,6 +46,7 @@ from dblock.core.values import SHARE, Seconds, key_of_share
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.watchdog import Watchdog
+from dblock.operating.statements.tables import plain_sql
 from dblock.testing.holders import InMemory, await_callbacks
 from dblock.testing.recorder import Recorder, following
 
@@ -123,7 +124,7 @@ class MemoryStore(InMemory):
         self._tables = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self._tables.create_function("dblock_now", 0, self._text)
         self._tables.create_function("dblock_micros", 0, self._number)
-        _ = self._tables.executescript(DIALECT.ddl)
+        _ = self._tables.executescript(plain_sql(DIALECT))
         self._moved: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
         """When a waiter has first moved the clock."""
 
