@@ -9,7 +9,7 @@ import math
 import re
 import threading
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from dblock.core.errors import InvalidKey
 from dblock.core.statements.base import Tables
@@ -141,27 +141,11 @@ def acquire_timeout(blocking: object, timeout: object, own: float | None) -> flo
         raise TypeError(f"blocking is True or False, and a wait in seconds is timeout=: not {_short(blocking)}")
     if timeout is ...:
         return own if blocking else 0.0
-    if timeout is None:
-        seconds = -1.0
-    elif isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, int | float):
-        seconds = float(timeout)
-    else:
-        raise TypeError(f"timeout is a number of seconds, not {type(timeout).__name__}")
-    if math.isnan(seconds):
-        raise ValueError("timeout is not a number (NaN)")
+    seconds: Any = -1 if timeout is None else timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    _ = threading.RLock().acquire(bool(blocking), seconds)  # nobody holds it: it only raises what is wrong with them
     if not blocking:
-        if seconds != -1:
-            raise ValueError("can't specify a timeout for a non-blocking call")
         return 0.0
-    if seconds == -1:
-        return None
-    if seconds < 0:
-        raise ValueError("timeout value must be a non-negative number")
-    if seconds > threading.TIMEOUT_MAX:
-        raise OverflowError("timeout value is too large")
-    return seconds
+    return None if seconds < 0 else float(seconds)
 
 
 def _seconds(value: object, what: str) -> float:
