@@ -46,7 +46,7 @@ from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
 """The collations that compare code point by code point, trailing blanks included."""
-_LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
+_LOCKED: Final = """(SELECT lock_key AS name FROM locks{0} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
     STRAIGHT_JOIN"""
 """The key's row, locked without waiting."""
 
@@ -70,6 +70,13 @@ class MySQL(Vocabulary):
     table_options = " ENGINE = InnoDB"
     undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
+    # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
+    shares_of_locks = f"""SELECT 1 FROM locks AS door{by_key}
+        {join} locks AS share{by_key} ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
+            AND share.lock_key < CONCAT(door.lock_key, ' ')
+        WHERE door.lock_key = locks.lock_key"""
+    join_places_of = f""" {join} lock_waiters AS waiter{by_owner}
+        ON waiter.owner >= {{0}} AND waiter.owner < CONCAT({{0}}, 'g')""".format
     before = "UTC_TIMESTAMP(6) - INTERVAL ROUND({} * 1000000) MICROSECOND".format
     since = "TIMESTAMPDIFF(MICROSECOND, {}, UTC_TIMESTAMP(6)) / 1e6".format
     until = "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {}) / 1e6".format
@@ -77,28 +84,14 @@ class MySQL(Vocabulary):
     returning = "".format
     unchanged = "{0} = LAST_INSERT_ID({0}), ".format
     answering = "AND LAST_INSERT_ID({0}) >= 0".format
+    change_at_once = f"""{at_once}UPDATE /*!80017 {_LOCKED} */ locks{{0}}
+        /*!80017 ON locks.lock_key = mine.name */ SET""".format
 
     def __init__(self, collation: str) -> None:
         self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
 
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
-
-    def join_places_of(self, flow: str) -> str:
-        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
-        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < CONCAT({flow}, 'g')"
-
-    def change_at_once(self, index: str) -> str:
-        locked = _LOCKED.format(index)
-        return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
-
-    @property
-    def shares_of_locks(self) -> str:
-        # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
-        return f"""SELECT 1 FROM locks AS door{self.by_key}
-        {self.join} locks AS share{self.by_key} ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
-            AND share.lock_key < CONCAT(door.lock_key, ' ')
-        WHERE door.lock_key = locks.lock_key"""
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_key

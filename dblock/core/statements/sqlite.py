@@ -43,6 +43,10 @@ class SQLite(Vocabulary):
     time = "datetime"
     serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
     unserved = "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
+    shares_of_locks = f"""SELECT 1 FROM locks AS share{by_key}
+        WHERE share.lock_key > locks.lock_key || char(31) AND share.lock_key < locks.lock_key || ' '"""
+    join_places_of = f""" {join} lock_waiters AS waiter{by_owner}
+        ON waiter.owner >= {{0}} AND waiter.owner < {{0}} || 'g'""".format
     before = "strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {}))".format
     since = "round((julianday('now') - julianday({})) * 86400.0, 3)".format
     until = "round((julianday({}) - julianday('now')) * 86400.0, 3)".format

@@ -47,8 +47,6 @@ class Vocabulary:
     serial: str
     """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
-    separator = "char(31)"
-    """The character between a key and the name of one of its shares."""
     room = ""
     """A table option that leaves room for new versions of rows in each page."""
     server = ""
@@ -62,6 +60,14 @@ class Vocabulary:
     unserved = ""
     """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
 
+    shares_of_locks: str
+    """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
+
+    join_places_of: Text
+    """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
+
+    Tokens are hexadecimal digits, and `g` comes after all of these.
+    """
     before: Text
     """The time so many seconds ago."""
     since: Text
@@ -95,20 +101,16 @@ class Vocabulary:
     """The condition, and that no transaction pins the key, without waiting for that."""
     is_latest: Text = "abs(epoch.floor) < {}.fence".format
     """The condition on the row of `epoch` that the tenure in a row began in it, so that no later one was lost."""
+    asynchronous_unless: Text = "".format
+    """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
+    change_at_once: Text = "UPDATE locks{} SET".format
+    """As `change`, without waiting for the row, which it reaches through an index."""
     of_listed: Text = _AS_IT_IS
     """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
         raise NotImplementedError
-
-    def join_places_of(self, flow: str) -> str:
-        """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
-
-        Tokens are hexadecimal digits, and `g` comes after all of these.
-        """
-        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
-        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < {flow} || 'g'"
 
     def is_open(self, row: str = "locks", *, also: str | None = None) -> str:
         """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
@@ -130,23 +132,9 @@ class Vocabulary:
         """The condition that this server wrote the row of `lock_epoch`, and not the restoring of a dump."""
         return f"{row}.server = {self.server}" + (f" AND {row}.history = {self.undumped}" if self.undumped else "")
 
-    def asynchronous_unless(self, condition: str) -> str:
-        """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
-        return self.asynchronous
-
     def change(self) -> str:
         """The beginning of an UPDATE of the key's row that may wait for it for a short time."""
         return f"UPDATE locks{self.by_key} SET"
-
-    def change_at_once(self, index: str) -> str:
-        """The same without waiting for the row, which it reaches through an index."""
-        return f"{self.at_once}UPDATE locks{index} SET"
-
-    @property
-    def shares_of_locks(self) -> str:
-        """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
-        return f"""SELECT 1 FROM locks AS share{self.by_key}
-        WHERE share.lock_key > locks.lock_key || {self.separator} AND share.lock_key < locks.lock_key || ' '"""
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.
