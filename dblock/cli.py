@@ -178,7 +178,7 @@ def ddl(kind: str, prefix: str = "", schema: str = "", *, states: bool = False) 
         raise UnsupportedDatabase(f"{kind} is none of {', '.join(DIALECTS)}")
     dialect = dialect_for(kind, tables)
     more = STATES[dialect.name].make.over(tables, dialect.quote).sql.strip() + ";\n" if states else ""
-    return plain_sql(dialect) + more
+    return plain_sql(kind, tables) + more
 
 
 def _completion(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -124,7 +124,7 @@ class MemoryStore(InMemory):
         self._tables = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self._tables.create_function("dblock_now", 0, self._text)
         self._tables.create_function("dblock_micros", 0, self._number)
-        _ = self._tables.executescript(plain_sql(DIALECT))
+        _ = self._tables.executescript(plain_sql("sqlite"))
         self._moved: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
         """When a waiter has first moved the clock."""
 

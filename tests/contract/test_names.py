@@ -121,7 +121,7 @@ def test_no_statement_keeps_a_usual_name(vendor: str) -> None:
     for statement in statements(dialect):
         usual = re.findall(r"\b(?:locks|lock_waiters)(?:_pin|_queue)?\b", statement.sql)
         assert bool(usual) == (statement.name == "pin"), statement.name
-    made = plain_sql(dialect)
+    made = plain_sql(vendor, dialect.tables)
     assert "my_locks_pin" in made
     assert not re.search(r"\b(locks|lock_waiters)", made)
     assert dialect_for(vendor, Tables()) == DIALECTS[vendor]

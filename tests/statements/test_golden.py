@@ -25,7 +25,7 @@ _CLAUSE: Final = re.compile(
 def golden(database: str) -> str:
     """All that a database is sent, a clause a line, and the tables."""
     dialect = DIALECTS[database]
-    parts = [plain_sql(dialect)]
+    parts = [plain_sql(database)]
     for name in statements(dialect):
         statement = named(dialect, name)
         text = _CLAUSE.sub("\n", effective(statement.sql, database))

@@ -558,7 +558,7 @@ class _Tables:
         self.connection = sqlite3.connect(":memory:", isolation_level=None)
         self.connection.create_function("world_now", 0, lambda: self.world.moment)
         self.connection.create_function("world_micros", 0, lambda: self.world.micros)
-        _ = self.connection.executescript(plain_sql(SQLITE))
+        _ = self.connection.executescript(plain_sql("sqlite"))
 
     def begin(self, world: OnSQLite) -> sqlite3.Connection:
         self.world = world

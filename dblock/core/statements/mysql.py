@@ -65,8 +65,6 @@ class MySQL(Vocabulary):
     join = "STRAIGHT_JOIN"
     read_at_once = "/*!80017 FOR SHARE NOWAIT */"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
-    time = "datetime(6)"
-    serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
     table_options = " ENGINE = InnoDB"
     undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
@@ -87,9 +85,6 @@ class MySQL(Vocabulary):
     change_at_once = f"""{at_once}UPDATE /*!80017 {_LOCKED} */ locks{{0}}
         /*!80017 ON locks.lock_key = mine.name */ SET""".format
 
-    def __init__(self, collation: str) -> None:
-        self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
-
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
 
@@ -105,7 +100,7 @@ WHERE {condition}
 """
 
 
-SQL: Final = MySQL(COLLATIONS["mysql"])
+SQL: Final = MySQL()
 _DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
     holder varchar(64) {EXACT} PATH '$.owner',
     number bigint PATH '$.fence'"""
@@ -142,7 +137,7 @@ _DURING_COMMIT: Final = 1180
 
 
 class MySQLDialect(Dialect):
-    """The statements for MySQL."""
+    """The statements for MySQL and MariaDB."""
 
     name = "mysql"
     words = SQL
@@ -299,11 +294,4 @@ WHERE door.lock_key = :door AND door.kind = :kind
 """
 
 
-class MariaDBDialect(MySQLDialect):
-    """The same for MariaDB, but for the collation of its tables."""
-
-    words = MySQL(COLLATIONS["mariadb"])
-
-
 DIALECT: Final = MySQLDialect()
-MARIADB: Final = MariaDBDialect()

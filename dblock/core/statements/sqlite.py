@@ -39,9 +39,6 @@ class SQLite(Vocabulary):
     by_ticket = " INDEXED BY lock_waiters_queue"
     by_owner = " INDEXED BY sqlite_autoindex_lock_waiters_1"
     join = "CROSS JOIN"
-    seconds = "real"
-    time = "datetime"
-    serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
     unserved = "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
     shares_of_locks = f"""SELECT 1 FROM locks AS share{by_key}
         WHERE share.lock_key > locks.lock_key || char(31) AND share.lock_key < locks.lock_key || ' '"""

@@ -40,15 +40,7 @@ class Vocabulary:
     """The end of a condition: commit on disk before the answer, and wait a bounded time for the row."""
     asynchronous = ""
     """The same, but the commit may be lost in a crash of the server."""
-    text = "varchar({})"
-    """The type of text of so many characters, compared code point by code point."""
-    seconds = "double precision"
-    time: str
-    serial: str
-    """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
-    room = ""
-    """A table option that leaves room for new versions of rows in each page."""
     server = ""
     """Text that a server and its replicas never share; empty if databases of this kind have no replicas."""
     timeline = ""
