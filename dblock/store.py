@@ -6,7 +6,6 @@ Statements of the lock are therefore not in `connection.queries`.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -121,10 +120,6 @@ class DjangoStore(BaseStore):
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""
         return start(function, "listener")
-
-    def rest(self, seconds: float) -> None:
-        """Sleep in that thread."""
-        time.sleep(seconds)
 
     def _refuse_waiting(self) -> None:
         caller = connections[self.name]

@@ -112,7 +112,6 @@ class MemoryStore(InMemory):
     ended = False
     subscribe: Any
     in_background: Any
-    rest: Any
 
     def __init__(self) -> None:
         self.clock = Clock(self.move)
