@@ -69,7 +69,7 @@ def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the le
 
 def valid_span(seconds: object, what: str, meaning: str) -> float:
     """A length of time like a ttl's, or 0 for none; TypeError or ValueError otherwise."""
-    return 0.0 if seconds == 0 and not isinstance(seconds, bool) else valid_ttl(seconds, what, f"{meaning}, 0 or")
+    return _seconds(seconds, what) and valid_ttl(seconds, what, f"{meaning}, 0 or")
 
 
 def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
@@ -91,10 +91,7 @@ def valid_slow_wait(seconds: object, what: str = "slow_wait") -> float:
 
 def valid_retention(retention: object) -> float:
     """Seconds for which rows without a holder are kept; TypeError or ValueError otherwise."""
-    seconds = _seconds(retention, "retention")
-    if not 0 <= seconds <= TTL_MAX:
-        raise ValueError(f"retention is 0 to {TTL_MAX:.0f} seconds, not {seconds:g}")
-    return seconds
+    return valid_span(retention, "retention", "how long a row without a holder is kept")
 
 
 def valid_reaping(every: object, retention: object, what: str) -> tuple[float, float] | None:
