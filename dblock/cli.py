@@ -27,6 +27,7 @@ from dblock.operating.commands.console import complain
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs
 from dblock.operating.commands.running import UNAVAILABLE
+from dblock.operating.statements.tables import plain_sql
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,7 +178,7 @@ def ddl(kind: str, prefix: str = "", schema: str = "", *, states: bool = False) 
         raise UnsupportedDatabase(f"{kind} is none of {', '.join(DIALECTS)}")
     dialect = dialect_for(kind, tables)
     more = STATES[dialect.name].make.over(tables, dialect.quote).sql.strip() + ";\n" if states else ""
-    return dialect.ddl + more
+    return plain_sql(kind, tables) + more
 
 
 def _completion(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:

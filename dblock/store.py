@@ -6,11 +6,10 @@ Statements of the lock are therefore not in `connection.queries`.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from django.apps import apps
@@ -33,7 +32,7 @@ from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.base import Cursor, perform
+from dblock.core.statements.base import perform
 from dblock.drivers.listening import PsycopgSubscription, subscribed
 from dblock.drivers.literals import inlined
 from dblock.drivers.tried import refuse_untried
@@ -72,7 +71,7 @@ class DjangoStore(BaseStore):
         self.database = Database(
             weakref.ref(self),
             dialect_for(vendor, tables),
-            refuse_waiting=self._refuse_waiting,
+            before_waiting=self._refuse_waiting,
             quarantine=conf.quarantine,
         )
         self.name = alias
@@ -121,10 +120,6 @@ class DjangoStore(BaseStore):
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""
         return start(function, "listener")
-
-    def rest(self, seconds: float) -> None:
-        """Sleep in that thread."""
-        time.sleep(seconds)
 
     def _refuse_waiting(self) -> None:
         caller = connections[self.name]
@@ -192,7 +187,7 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
             if connection.vendor == "mysql":  # the session's character set and SQL mode are the caller's
                 cursor.execute(inlined(step))
                 return list(cursor.fetchall())
-            return perform(cast("Cursor", cursor), step.statement, step.parameters, "pyformat")
+            return perform(cursor, step.statement, step.parameters, "pyformat")
     except (DatabaseError, InterfaceError) as error:
         cause = error.__cause__ or error
         raise store.error(cause, step) from cause

@@ -29,7 +29,7 @@ from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
 from dblock.drivers.listening import subscribed
 from dblock.drivers.tried import refuse_untried
-from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
+from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, source_for
 from sqlalchemy_dblock.listening import SUBSCRIPTIONS
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
@@ -82,11 +82,10 @@ class EngineStore(BaseStore):
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
-        refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
         self.database = Database(
             weakref.ref(self),
             dialect_for(name, tables),
-            refuse_waiting=refuse_waiting,
+            before_waiting=(lambda: None) if self.asynchronous else _not_on_an_event_loop,
             quarantine=lambda: options.quarantine,
         )
         self._source = source_for(engine)
@@ -99,7 +98,7 @@ class EngineStore(BaseStore):
         url = engine.url
         self.name = str(URL.create(url.drivername, host=_host(url), port=url.port, database=url.database))
         self._described = described(url)
-        self._dialect, self._driver = engine.dialect, engine.dialect.driver
+        self._driver = engine.dialect.driver
         self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
         self.history = options.history if self.renewable else 0
         if not self.database.dialect.single_writer:  # where a transaction can pin a key
@@ -136,10 +135,6 @@ class EngineStore(BaseStore):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return lambda: not task.done()
-
-    def rest(self, seconds: float) -> None:
-        """Sleep in this thread or task."""
-        rest(seconds, self._dialect)
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""

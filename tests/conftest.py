@@ -38,6 +38,7 @@ from tests.support.servers import (
     remove_leftovers,
     running,
 )
+from tests.support.timings import checked
 
 MYSQL_URL = os.environ.get("MYSQL_URL", "")
 """A throw-away server of MySQL itself, `mysql://user:password@host:port`, where there is no tree to start one from."""
@@ -145,7 +146,7 @@ def pytest_configure() -> None:
 
 def timed(monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
     """Let the protocol go by other times; those that are not named stay."""
-    monkeypatch.setattr(timing, "DEFAULT", timing.DEFAULT._replace(**seconds).checked())
+    monkeypatch.setattr(timing, "DEFAULT", checked(timing.DEFAULT._replace(**seconds)))
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:

@@ -34,8 +34,12 @@ def take(task: Any, key: str, task_id: str, delay: float) -> str:
     if lock._hold_here() is not None:  # it would be entered once more
         why = f"{lock.key!r} is held by the flow that sends {task.name}"
         raise LockTimeout(why, key=lock.key, holder=lock.inspect())
-    with acting_for(task_id), lock:
-        return str(lock.detach())
+    before = acting_for.set(task_id)
+    try:
+        with lock:
+            return str(lock.detach())
+    finally:
+        acting_for.reset(before)
 
 
 def first_result(task: Any, busy: LockTimeout) -> Any:

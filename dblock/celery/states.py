@@ -60,7 +60,7 @@ WHERE lock_key = :key AND fence = :fence AND writes < {words.bigint(":number")} 
 
 _CONFLICT: Final = "ON CONFLICT (lock_key) DO UPDATE SET"
 STATES: Final = {
-    "postgresql": _states(postgresql.SQL, key=postgresql.SQL.text.format(255), text="text", if_there=_CONFLICT),
+    "postgresql": _states(postgresql.SQL, key='varchar(255) COLLATE "C"', text="text", if_there=_CONFLICT),
     "mysql": _states(
         mysql.SQL,
         key=f"varchar(255) {EXACT}",

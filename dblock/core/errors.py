@@ -30,9 +30,8 @@ attributes keep such text as it is.
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dblock.core.text import printable
 
@@ -110,9 +109,11 @@ class LockError(Exception):
 
     key: str | None
 
-    def __init__(self, message: str = "", *, key: str | None = None) -> None:
+    def __init__(self, message: str = "", *, key: str | None = None, **facts: object) -> None:
+        """`facts`: the attributes of its class, by their names."""
         super().__init__(printable(message))
         self.key = key
+        vars(self).update(facts)
 
 
 class LockTimeout(LockError, TimeoutError):
@@ -121,20 +122,8 @@ class LockTimeout(LockError, TimeoutError):
     `pinned` is the transaction that kept a key without a holder closed, by guard() or a lock on its row.
     """
 
-    holder: LockInfo | None
-    pinned: Pinned | None
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        key: str | None = None,
-        holder: LockInfo | None = None,
-        pinned: Pinned | None = None,
-    ) -> None:
-        super().__init__(message, key=key)
-        self.holder = holder
-        self.pinned = pinned
+    holder: LockInfo | None = None
+    pinned: Pinned | None = None
 
 
 class LockDeadlock(LockError):
@@ -145,11 +134,7 @@ class LockDeadlock(LockError):
     `cycle` has, for each flow in turn, the key that it waits for and a description of the flow.
     """
 
-    cycle: tuple[tuple[str, str], ...]
-
-    def __init__(self, message: str = "", *, key: str | None = None, cycle: tuple[tuple[str, str], ...] = ()) -> None:
-        super().__init__(message, key=key)
-        self.cycle = cycle
+    cycle: tuple[tuple[str, str], ...] = ()
 
 
 class LockLost(LockError):
@@ -158,20 +143,8 @@ class LockLost(LockError):
     `reason` is the cause as far as it was known then; `holder` is the next holder of the key, if there is one.
     """
 
-    reason: Reason
-    holder: LockInfo | None
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        key: str | None = None,
-        reason: Reason = Reason.EXPIRED,
-        holder: LockInfo | None = None,
-    ) -> None:
-        super().__init__(message, key=key)
-        self.reason = reason
-        self.holder = holder
+    reason: Reason = Reason.EXPIRED
+    holder: LockInfo | None = None
 
 
 class LockRevoked(LockError):
@@ -226,11 +199,6 @@ class LockStoreError(LockError):
 
     late = 0.0
     """The seconds that an answer was given, if the only known problem is that it did not come in time."""
-
-    def because_late(self, seconds: float = math.inf) -> Self:
-        """This error, with `late` set."""
-        self.late = seconds
-        return self
 
 
 class StoreConflict(LockStoreError):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import PurePath
 from typing import Any, Final
@@ -27,22 +25,13 @@ def process_identity() -> dict[str, Any]:
     return {"host": storable(socket.gethostname()), "pid": os.getpid(), "program": storable(program)}
 
 
-_acting_for: Final[ContextVar[str]] = ContextVar("dblock_acting_for", default="")
-
-
-@contextmanager
-def acting_for(task_id: str) -> Generator[None]:
-    """Locks taken in this block belong to the Celery task with that id, which is not sent yet."""
-    before = _acting_for.set(task_id)
-    try:
-        yield
-    finally:
-        _acting_for.reset(before)
+acting_for: Final[ContextVar[str]] = ContextVar("dblock_acting_for", default="")
+"""The id of the Celery task, not sent yet, to which locks belong that are taken meanwhile."""
 
 
 def celery_task_id() -> str:
     """The id of the Celery task that this thread runs, else empty; this does not import Celery."""
-    if told := _acting_for.get():
+    if told := acting_for.get():
         return storable(told)
     task = getattr(sys.modules.get("celery"), "current_task", None)
     return storable(str(task.request.id or "")) if task else ""

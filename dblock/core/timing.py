@@ -1,7 +1,8 @@
 """All named times of the core, in seconds, and the relations between them.
 
-A field is a time that follows from no other; a property says how a time follows from others. `checked` has what must
-hold between the fields. The times are for a near database; `at` gives them for one some milliseconds away.
+A field is a time that follows from no other; a property says how a time follows from others. What must hold between
+the fields is in `tests/support/timings.py`. The times are for a near database; `at` gives them for one that is some
+milliseconds away.
 
 Rule: no other module of the core names a time, except the defaults and bounds of users' options.
 """
@@ -113,11 +114,6 @@ class Timing(NamedTuple):
         return self.single_try
 
     @property
-    def epoch_cache(self) -> float:
-        """What was read of the epoch is believed for as long as a try: then a key that cannot be taken asks again."""
-        return self.single_try
-
-    @property
     def pinned_answer(self) -> float:
         """Time after the caller's deadline to find out which transaction pins a key without a holder: two questions."""
         return max(2 * self.question, 4 * self.distance)
@@ -149,22 +145,5 @@ class Timing(NamedTuple):
             local_handover_wait=max(self.local_handover_wait, 3 * far),
         )
 
-    def checked(self) -> Timing:
-        """The same; raises ValueError if the times do not fit together."""
-        must = {
-            "polling grows": self.poll_min <= self.poll_max,
-            "far is farther than near": self.near < self.farthest,
-            "a caller polls twice for a connection to release on": 2 * self.local_poll < self.critical_timeout,
-            "a connection is trusted for less time than it is kept": self.trusted_idle <= self.idle_session,
-            "a waiter joins the database's queue before its place could expire": (
-                max(self.local_handover_wait, 3 * self.farthest) < self.waiter_ttl
-            ),
-            "a thread without work looks for some before it ends": self.attention <= self.linger,
-            "the pauses before resending grow": self.near <= self.retry_max,
-        }
-        if broken := [name for name, holds in must.items() if not holds]:
-            raise ValueError(f"times that do not fit together: {'; '.join(broken)}")
-        return self
 
-
-DEFAULT = Timing().checked()
+DEFAULT = Timing()

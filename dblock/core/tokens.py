@@ -70,11 +70,11 @@ def kind_of(key: str) -> KeyKind:
 
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
-    with suppress(InvalidKey, TypeError, ValueError):
+    with suppress(*_MALFORMED):
         writes = isinstance(text, str) and text.startswith(_OF_WRITER)
         key, owner, fence, ttl, grace, min_hold = _unpacked(text, _OF_WRITER if writes else _TOKEN)
         if not (isinstance(owner, str) and _SECRET.fullmatch(owner)):
-            raise _Malformed
+            raise ValueError
         tenure = Tenure(valid_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
         return Token(tenure, *spans, kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
@@ -87,22 +87,20 @@ def valid_sequencer(text: object) -> Sequencer:
     try:
         key, mode, fence = _unpacked(text, _SEQUENCER)
         if mode != ("shared" if f"{SHARE}r" in key else "exclusive"):
-            raise _Malformed
+            raise ValueError
         return Sequencer(valid_row_key(key), mode, _fence(fence))
-    except (InvalidKey, TypeError, ValueError):
+    except _MALFORMED:
         raise InvalidToken("this is not a sequencer") from None
 
 
 _SECRET = re.compile("token-[0-9a-f]{32}")
-
-
-class _Malformed(ValueError):
-    pass
+_MALFORMED = InvalidKey, TypeError, ValueError, RecursionError
+"""What parsing raises; json raises the last of them for a text that is nested too deep."""
 
 
 def _fence(fence: object) -> int:
     if type(fence) is not int or not 0 < fence < 2**63:
-        raise _Malformed
+        raise ValueError
     return fence
 
 
@@ -112,12 +110,9 @@ def _packed(values: list[Any]) -> str:
 
 def _unpacked(text: object, prefix: str) -> list[Any]:
     if not isinstance(text, str) or not text.startswith(prefix):
-        raise _Malformed
+        raise ValueError
     packed = text.removeprefix(prefix)
-    try:
-        found = json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
-    except RecursionError:
-        raise _Malformed from None
+    found = json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
     if not isinstance(found, list):
-        raise _Malformed
+        raise TypeError
     return found

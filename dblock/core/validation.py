@@ -9,7 +9,7 @@ import math
 import re
 import threading
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from dblock.core.errors import InvalidKey
 from dblock.core.statements.base import Tables
@@ -69,7 +69,7 @@ def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the le
 
 def valid_span(seconds: object, what: str, meaning: str) -> float:
     """A length of time like a ttl's, or 0 for none; TypeError or ValueError otherwise."""
-    return 0.0 if seconds == 0 and not isinstance(seconds, bool) else valid_ttl(seconds, what, f"{meaning}, 0 or")
+    return _seconds(seconds, what) and valid_ttl(seconds, what, f"{meaning}, 0 or")
 
 
 def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
@@ -91,10 +91,7 @@ def valid_slow_wait(seconds: object, what: str = "slow_wait") -> float:
 
 def valid_retention(retention: object) -> float:
     """Seconds for which rows without a holder are kept; TypeError or ValueError otherwise."""
-    seconds = _seconds(retention, "retention")
-    if not 0 <= seconds <= TTL_MAX:
-        raise ValueError(f"retention is 0 to {TTL_MAX:.0f} seconds, not {seconds:g}")
-    return seconds
+    return valid_span(retention, "retention", "how long a row without a holder is kept")
 
 
 def valid_reaping(every: object, retention: object, what: str) -> tuple[float, float] | None:
@@ -141,27 +138,11 @@ def acquire_timeout(blocking: object, timeout: object, own: float | None) -> flo
         raise TypeError(f"blocking is True or False, and a wait in seconds is timeout=: not {_short(blocking)}")
     if timeout is ...:
         return own if blocking else 0.0
-    if timeout is None:
-        seconds = -1.0
-    elif isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, int | float):
-        seconds = float(timeout)
-    else:
-        raise TypeError(f"timeout is a number of seconds, not {type(timeout).__name__}")
-    if math.isnan(seconds):
-        raise ValueError("timeout is not a number (NaN)")
+    seconds: Any = -1 if timeout is None else timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    _ = threading.RLock().acquire(bool(blocking), seconds)  # nobody holds it: it only raises what is wrong with them
     if not blocking:
-        if seconds != -1:
-            raise ValueError("can't specify a timeout for a non-blocking call")
         return 0.0
-    if seconds == -1:
-        return None
-    if seconds < 0:
-        raise ValueError("timeout value must be a non-negative number")
-    if seconds > threading.TIMEOUT_MAX:
-        raise OverflowError("timeout value is too large")
-    return seconds
+    return None if seconds < 0 else float(seconds)
 
 
 def _seconds(value: object, what: str) -> float:

@@ -46,12 +46,13 @@ from dblock.core.values import SHARE, Seconds, key_of_share
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.watchdog import Watchdog
+from dblock.operating.statements.tables import plain_sql
 from dblock.testing.holders import InMemory, await_callbacks
 from dblock.testing.recorder import Recorder, following
 
 LONGEST: Final = 86_400.0  # seconds after which a wait that moves the clock is refused: it would never end
 SLICE: Final = 0.005  # seconds of a real wait, after which it is seen whether only time can end it by now
-TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=1.0).checked()
+TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=1.0)
 OWNERS: Final = """
     SELECT owner FROM locks
     WHERE (lock_key = :key OR (lock_key > :low AND lock_key < :high)) AND owner IS NOT NULL
@@ -111,7 +112,6 @@ class MemoryStore(InMemory):
     ended = False
     subscribe: Any
     in_background: Any
-    rest: Any
 
     def __init__(self) -> None:
         self.clock = Clock(self.move)
@@ -123,7 +123,7 @@ class MemoryStore(InMemory):
         self._tables = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self._tables.create_function("dblock_now", 0, self._text)
         self._tables.create_function("dblock_micros", 0, self._number)
-        _ = self._tables.executescript(DIALECT.ddl)
+        _ = self._tables.executescript(plain_sql("sqlite"))
         self._moved: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
         """When a waiter has first moved the clock."""
 

@@ -105,9 +105,6 @@ class FakeStore:
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         raise NotImplementedError
 
-    def rest(self, seconds: float) -> None:
-        raise NotImplementedError
-
 
 def columns_of(info: LockInfo) -> tuple[Any, ...]:
     """The row as `inspect` answers it."""

@@ -46,7 +46,7 @@ class Store(FakeStore):
 
     def __init__(self, world: World) -> None:
         super().__init__(lambda: world.time)
-        self.database = replace(world.database(), runner=weakref.ref(self), refuse_waiting=self.refuse_waiting)
+        self.database = replace(world.database(), runner=weakref.ref(self), before_waiting=self.refuse_waiting)
 
     def refuse_waiting(self) -> None:
         """Nothing is wrong with waiting."""

@@ -386,7 +386,7 @@ def test_a_late_try_is_refused_while_the_database_answers(answers: bool) -> None
     world = World()
     process = Process(world)
     process.site.database.latency.answered = world.time - (0.0 if answers else 60.0)
-    late = raising(StoreUnreachable("no connection could be opened in time").because_late(0.25))
+    late = raising(StoreUnreachable("no connection could be opened in time", late=0.25))
     take = process.acquires(0, others_hold=False)
     faults = {("take", number): late for number in range(1000)}
     if answers:

@@ -33,7 +33,7 @@ def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refus
 
     def unanswered(step: Execute) -> Rows:
         world.time += 2.0
-        raise StoreUnanswered("no answer").because_late(seconds)
+        raise StoreUnanswered("no answer", late=seconds)
 
     steps = acquiring.acquire(Attempt(world.site(), wish("k", 2.0), 2.0))
     faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 0): unanswered, ("accept", 0): unanswered}

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from dblock.core.timing import Timing
+from dblock.core.timing import DEFAULT, Timing
+from dblock.testing.memory import TIMING
+from tests.support.timings import checked
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,13 @@ from dblock.core.timing import Timing
 def test_times_that_do_not_fit_together_are_refused(times: dict[str, Any], what: str) -> None:
     """The error says which relation does not hold."""
     with pytest.raises(ValueError, match=what):
-        Timing(**times).checked()
+        _ = checked(Timing(**times))
+
+
+@pytest.mark.parametrize("times", [DEFAULT, TIMING], ids=["of the core", "of locks in memory"])
+def test_the_times_fit_together(times: Timing) -> None:
+    """Those that are in use."""
+    assert checked(times) == times
 
 
 def test_times_that_follow_from_others() -> None:
@@ -48,6 +56,6 @@ def test_far_away_there_is_time_for_each_step(distance: float) -> None:
     assert far.undo_timeout >= 24 * distance
     assert far.pinned_answer >= 4 * distance
     assert far.local_handover_wait >= 3 * distance
-    assert far.checked() == far
+    assert checked(far) == far
     assert Timing().at(9.0) == Timing().at(0.1)
     assert Timing().at(0.005) == Timing()

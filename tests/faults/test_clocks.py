@@ -42,7 +42,7 @@ def test_a_clock_wrong_by_an_hour_changes_nothing(subject: Subject) -> None:
         began = time.monotonic()
         assert other.do("lock.acquire(timeout=0.3)") is False
         assert 0.25 < time.monotonic() - began < 1
-        other.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(**SELDOM).checked())")
+        other.do("setattr(timing, 'DEFAULT', checked(timing.DEFAULT._replace(**SELDOM)))")
         other.send("lock.acquire(timeout=60)")
         time.sleep(0.1)
         lock.release()

@@ -15,6 +15,7 @@ from dblock.celery.states import STATES
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Statement
+from dblock.core.values import SHARE
 from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
@@ -253,8 +254,8 @@ class Growing(Laboratory):
             return f"CAST({first} + i AS {_TEXT.get(self.database, 'char')})"
 
         name, others, mine, dead = (named(million * 1_000_000) for million in range(1, 5))
-        share, _ = self.dialect.words.bounds("'shared'")
-        share = f"CONCAT({share}, {name})" if self.database in MYSQL else f"{share} || {name}"
+        door = f"'shared{SHARE}'"
+        share = f"CONCAT({door}, {name})" if self.database in MYSQL else f"{door} || {name}"
         for table, like, different, which in (
             ("locks", "lock_key > 'shared' AND lock_key < 'shared '", {"lock_key": share}, ""),
             ("locks", "lock_key = 'held'", {"lock_key": name}, ""),

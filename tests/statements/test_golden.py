@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from dblock.core.statements import DIALECTS
+from dblock.operating.statements.tables import plain_sql
 from tests.statements.laboratory import named, statements
 from tests.statements.mutations import effective
 
@@ -24,7 +25,7 @@ _CLAUSE: Final = re.compile(
 def golden(database: str) -> str:
     """All that a database is sent, a clause a line, and the tables."""
     dialect = DIALECTS[database]
-    parts = [dialect.ddl]
+    parts = [plain_sql(database)]
     for name in statements(dialect):
         statement = named(dialect, name)
         text = _CLAUSE.sub("\n", effective(statement.sql, database))

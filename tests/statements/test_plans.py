@@ -16,7 +16,7 @@ from typing import Any, Final
 import psycopg
 import pytest
 
-from dblock.core.statements import DIALECTS
+from dblock.operating.statements.tables import plain_sql
 from tests.conftest import INNODB, ready, url
 from tests.statements.large import LIVE, MINE, Counting, Growing, Prepared
 from tests.support.servers import PostgreSQL, running
@@ -50,7 +50,7 @@ def growing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Growing]
     address = url(ready(request, database)) if database != "sqlite" else f"sqlite:///{tmp_path}/locks.sqlite3"
     if database == "sqlite":
         file = sqlite3.connect(tmp_path / "locks.sqlite3")
-        _ = file.executescript(DIALECTS["sqlite"].ddl)
+        _ = file.executescript(plain_sql("sqlite"))
         file.close()
     tables = Growing(database, address, Counting(database, address))
     try:
@@ -69,7 +69,7 @@ def _postgresql(version: str, kind: str) -> Iterator[Growing]:
     with running(lambda: server):
         where: dict[str, Any] = {"host": "127.0.0.1", "port": server.port, "user": "dblock", "dbname": "postgres"}
         with psycopg.connect(**where, autocommit=True) as connection:
-            _ = connection.execute(DIALECTS["postgresql"].ddl + _KINDS[kind])
+            _ = connection.execute(plain_sql("postgresql") + _KINDS[kind])
         address = f"postgresql+psycopg://dblock@127.0.0.1:{server.port}/postgres"
         tables = Growing("postgresql", address, Prepared("postgresql", address, pooled=kind == "pooled"))
         tables.analyse()

@@ -32,6 +32,7 @@ from dblock.core.statements.base import Reply, Statement, rendered
 from dblock.core.statements.dialect import Dialect
 from dblock.core.statements.sqlite import SQL
 from dblock.core.values import SHARE, Grant, KeyKind
+from dblock.operating.statements.tables import plain_sql
 from tests.support.explore import _CONSTANT, SNAPSHOTS, TTL, Choice, Flow, House, Small
 from tests.support.model import UNREPLICATED, Interrupted, changed, copied, wish
 from tests.support.steps import NO_STORE
@@ -557,7 +558,7 @@ class _Tables:
         self.connection = sqlite3.connect(":memory:", isolation_level=None)
         self.connection.create_function("world_now", 0, lambda: self.world.moment)
         self.connection.create_function("world_micros", 0, lambda: self.world.micros)
-        _ = self.connection.executescript(SQLITE.ddl)
+        _ = self.connection.executescript(plain_sql("sqlite"))
 
     def begin(self, world: OnSQLite) -> sqlite3.Connection:
         self.world = world

@@ -49,6 +49,7 @@ from sqlalchemy import text  # noqa: E402
 from dblock.core import runtime, timing  # noqa: E402, F401 - the runtime for the commands
 from tests.conftest import ALIASES, PATIENT, SELDOM  # noqa: E402
 from tests.support.subjects import Subject  # noqa: E402
+from tests.support.timings import checked  # noqa: E402
 
 
 class Transaction:
@@ -101,7 +102,7 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
 
 def contend(subject: Subject, seed: int, count: int) -> int:
     """Take and give back two keys from three threads, without ever polling; how many hand-overs there were."""
-    timing.DEFAULT = timing.DEFAULT._replace(**SELDOM).checked()
+    timing.DEFAULT = checked(timing.DEFAULT._replace(**SELDOM))
 
     def flow(number: int) -> int:
         chance, turns = random.Random(seed * 10 + number), 0

@@ -32,13 +32,17 @@ class Listener:
         self._lock = threading.RLock()  # a signal handler may wait for a lock
         self._runs: Callable[[], bool] = lambda: False
         self._unavailable = False
+        self._rests_until = 0.0
+        """The local time until which it does not listen, after a failure."""
+        self._warns_at: float | None = None
+        """The local time from which a failure is logged, once, as an outage is for all flows; None before the first."""
         self.ready = False
         """Whether it is listening."""
 
     def want(self) -> None:
-        """Listen, as a flow waits."""
+        """Listen, as a flow waits; it says so at each poll."""
         self._wanted_at = clock.now()
-        if self._unavailable or self._runs():
+        if self._unavailable or self._wanted_at < self._rests_until or self._runs():
             return
         with self._lock, contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is ending
             if not self._runs():
@@ -50,19 +54,16 @@ class Listener:
         )
 
     def _run(self) -> None:
-        told_after = clock.now() + timing.DEFAULT.surely_answered  # an outage is logged for all flows
         try:
-            while self._wanted() and not self._unavailable:
-                try:
-                    self._listen()
-                except Exception as error:  # noqa: BLE001 - waiters work without it
-                    if self.ready:
-                        told_after = clock.now() + timing.DEFAULT.surely_answered
-                    elif clock.now() > told_after and not self._store.database.outage:
-                        warn("cannot listen at the database, trying again: %s", " ".join(str(error).split()))
-                        told_after = math.inf
-                    self._tell_all(ready=False)
-                    self._store.rest(timing.DEFAULT.attention)
+            self._listen()
+        except Exception as error:  # noqa: BLE001 - waiters work without it
+            now = clock.now()
+            self._rests_until = now + timing.DEFAULT.attention
+            if self.ready or self._warns_at is None:
+                self._warns_at = now + timing.DEFAULT.surely_answered
+            elif now > self._warns_at and not self._store.database.outage:
+                warn("cannot listen at the database, trying again: %s", " ".join(str(error).split()))
+                self._warns_at = math.inf
         finally:
             self._tell_all(ready=False)
 

@@ -222,7 +222,7 @@ class AutocommitPool:
             raise error
         most = self._most[waiter.critical]
         if error is not None or len(self._in_use[waiter.critical]) < most:
-            raise StoreUnreachable("no connection could be opened in time").because_late()
+            raise StoreUnreachable("no connection could be opened in time", late=math.inf)
         raise PoolExhausted(f"all {most:g} connections of the lock are in use")
 
     def _next(self) -> list[Waiter]:

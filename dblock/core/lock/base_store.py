@@ -122,9 +122,7 @@ class BaseStore:
     def _not_connected(self, error: BaseException, step: Execute) -> LockError:
         """The lock's error for a step that has got no connection; its cause is the driver's error, if there is one."""
         if isinstance(error, PoolExhausted | StoreUnreachable):
-            described = type(error)(f"{self._described}: {error}", key=failures.key_of(step))
-            described.late = error.late
-            return described
+            return type(error)(f"{self._described}: {error}", key=failures.key_of(step), late=error.late)
         cause = error.__cause__ or error
         if isinstance(cause, self._errors):
             leave_out_driver(error)

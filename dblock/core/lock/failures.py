@@ -55,9 +55,8 @@ def described(error: BaseException, step: Execute, dialect: Dialect) -> dict[str
 
 def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
     """The error for a statement that was not answered in time."""
-    return StoreUnanswered(
-        f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=key_of(step)
-    ).because_late(seconds)
+    text = f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}"
+    return StoreUnanswered(text, key=key_of(step), late=seconds)
 
 
 def unstorable(*, database: str) -> LockStoreError:

@@ -43,7 +43,10 @@ from dblock.core.statements.common import FLOW
 
 
 class Waits(NamedTuple):
-    """A waiter and the holder of its key, as the statement `chain` answers; hosts, pids and threads are for people."""
+    """A waiter and the holder of its key, as the statement `chain` answers; hosts, pids and threads are for people.
+
+    The first `FLOW` digits of an owner token name its flow.
+    """
 
     owner: str
     key: str
@@ -55,16 +58,6 @@ class Waits(NamedTuple):
     """The holder's owner token."""
     circle: str
     """The digest of the circle that the waiter has confirmed; empty if none."""
-
-    @property
-    def flow(self) -> str:
-        """Name of the waiting flow."""
-        return self.owner[:FLOW]
-
-    @property
-    def holding_flow(self) -> str:
-        """Name of the flow that holds the tenure."""
-        return self.holder[:FLOW]
 
     @property
     def age(self) -> tuple[int, str]:
@@ -94,12 +87,12 @@ def deadlock(database: Database, owner: str, held: Collection[str], until: float
 
 def _circle(everybody: list[Waits], owner: str) -> list[Waits]:
     """The circle from the waiter `owner` back to itself; empty if its chain does not lead back."""
-    by_flow = {waits.flow: waits for waits in sorted(everybody, key=lambda waits: waits.age)}
+    by_flow = {waits.owner[:FLOW]: waits for waits in sorted(everybody, key=lambda waits: waits.age)}
     waits = next((each for each in everybody if each.owner == owner), None)
     chain = list[Waits]()
     while waits is not None and waits not in chain:
         chain.append(waits)
-        waits = by_flow.get(waits.holding_flow)
+        waits = by_flow.get(waits.holder[:FLOW])
     return chain if waits is not None and waits.owner == owner else []
 
 

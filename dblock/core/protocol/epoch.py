@@ -37,9 +37,8 @@ def closed_for(database: Database, info: LockInfo | None, until: float, *, anew:
     `anew`: ask, however lately the database was asked.
     """
     epoch, now = database.epoch, database.now
-    if database.dialect.epoch is None:
-        return 0.0
-    if not (yield from _asked(database, until, 0.0 if anew else database.timing.epoch_cache)):
+    # What was read is believed for as long as a try: then a key that cannot be taken asks again.
+    if not (yield from _asked(database, until, 0.0 if anew else database.timing.single_try)):
         return 0.0  # the caller asks again
     opens = epoch.opens
     if info is not None and info.fence <= abs(epoch.floor):

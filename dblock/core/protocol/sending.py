@@ -56,8 +56,9 @@ class Database:
     dialect: Dialect
     now: Callable[[], float] = clock.now
     own_timing: Timing | None = None
-    refuse_waiting: Callable[[], None] | None = None
-    """Raises if a wait could not end, because this flow would keep the holder from continuing."""
+    before_waiting: Callable[[], None] = lambda: None
+    """Raises a LockError if a wait could not end, because this flow would keep the holder from continuing: LockTimeout
+    in a SQLite transaction, for example."""
     latency: Latency = field(default_factory=Latency)
     epoch: Epoch = field(default_factory=Epoch)
     quarantine: Callable[[], float] = lambda: QUARANTINE
@@ -102,17 +103,12 @@ class Database:
         if (since := self.outage.pop("since", None)) is not None:
             warn("%s can be used again, after %.1f s", self.store.name, self.now() - since)
 
-    def before_waiting(self) -> None:
-        """Raise a LockError if a wait could not end: LockTimeout in a SQLite transaction, for example."""
-        if self.refuse_waiting is not None:
-            self.refuse_waiting()
-
 
 def send(
     database: Database,
     statement: Statement,
     parameters: Parameters,
-    until: float,
+    until: float | None = None,
     *,
     resend: bool = False,
     changes: bool = False,
@@ -121,10 +117,11 @@ def send(
 ) -> Steps[tuple[float, Rows]]:
     """Execute, and resend after conflicts until the local time `until`; the local time of the last sending, and rows.
 
-    With `resend` also after broken connections: only for statements that may be executed twice. With `changes` the
-    answer is `UNKNOWN` if it then finds nothing to change. `answer_by` is the deadline of the answer, `until` by
-    default. `location`: see `Execute`.
+    By default that is when the retry budget is used up. With `resend` also after broken connections: only for
+    statements that may be executed twice. With `changes` the answer is `UNKNOWN` if it then finds nothing to change.
+    `answer_by` is the deadline of the answer, `until` by default. `location`: see `Execute`.
     """
+    until = database.now() + database.timing.retry_budget if until is None else until
     growing: Iterator[float] | None = None
     failure: LockStoreError | None = None
     told: LockStoreError | None = None
@@ -176,12 +173,8 @@ def ask(
     resend: bool = True,
     location: object = None,
 ) -> Steps[Rows]:
-    """The rows of a statement that no lock sends, over the names of this database's tables; see `send`.
-
-    By default it is sent until the local time at which the retry budget is used up.
-    """
+    """The rows of a statement that no lock sends, over the names of this database's tables; see `send`."""
     statement = statement.over(database.dialect.tables, database.dialect.quote)
-    until = database.now() + database.timing.retry_budget if until is None else until
     _, rows = yield from send(database, statement, parameters, until, resend=resend, location=location)
     return rows
 
@@ -198,9 +191,9 @@ def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStor
     """The failure, with an earlier error of the driver as its cause if it was only out of time."""
     if told is None or (failure.__cause__ is not None and not failure.late):
         return failure
-    explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
+    late = 0.0 if isinstance(told, StoreReadOnly | StoreUnreachable) else failure.late
+    explained = type(failure)(f"{failure}; before that: {told}", key=failure.key, late=late)
     explained.__cause__ = told.__cause__
-    explained.late = 0.0 if isinstance(told, StoreReadOnly | StoreUnreachable) else failure.late
     return explained
 
 

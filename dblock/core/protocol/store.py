@@ -71,7 +71,3 @@ class Store(Runner, Protocol):
     def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
         """Run a function in a thread or in a task of the running event loop; the result says whether it still runs."""
         ...
-
-    def rest(self, seconds: float, /) -> None:
-        """Sleep in such a background function."""
-        ...

@@ -142,16 +142,14 @@ def tenure_of(request: Parameters, rows: Rows) -> Tenure:
 
 def inspect(database: Database, key: str) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    return _row(database, database.dialect.inspect, key, database.now() + database.timing.retry_budget)
+    return look(database, key, statement=database.dialect.inspect)
 
 
-def look(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+def look(
+    database: Database, key: str, until: float | None = None, statement: Statement | None = None
+) -> Steps[LockInfo | None]:
     """The same as part of an operation, until that local time, with priority over plain inspections."""
-    end = database.now() + database.timing.retry_budget if until is None else until
-    return _row(database, with_priority(database.dialect.inspect), key, end)
-
-
-def _row(database: Database, statement: Statement, key: str, until: float) -> Steps[LockInfo | None]:
+    statement = statement or with_priority(database.dialect.inspect)
     _, rows = yield from send(database, statement, {"key": key}, until, resend=True)
     return info_of(key, rows[0]) if rows else None
 
@@ -173,9 +171,7 @@ def pin(database: Database) -> Steps[Statement]:
     """The statement `pin` for sessions of the caller, which may resolve the name `locks` to another table."""
     dialect, tables = database.dialect, database.dialect.tables
     if dialect.locate is not None:
-        _, rows = yield from send(
-            database, dialect.locate, {}, database.now() + database.timing.retry_budget, resend=True
-        )
+        _, rows = yield from send(database, dialect.locate, {}, resend=True)
         schema, galera = rows[0]
         if galera:
             warn("guard() holds on one node of a Galera cluster only: send all guarded writes to one node")
@@ -278,8 +274,7 @@ def detach(database: Database, tenure: Tenure, secret: str, life: float) -> Step
     It is also False if the token was used before the answer to a second sending (see `why_lost`).
     """
     parameters: Parameters = {**tenure._asdict(), "heir": secret, "life": life}
-    until = database.now() + database.timing.retry_budget
-    _, rows = yield from send(database, database.dialect.detach, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.detach, parameters, resend=True)
     return bool(rows)
 
 
@@ -293,7 +288,6 @@ def end(
     has to be granted the key next, 0 for none. Not after the local time `until`, if given.
     """
     parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold, "door": key_of_share(tenure.key)}
-    until = database.now() + database.timing.retry_budget if until is None else until
     return send(database, statement, parameters, until, resend=True, changes=True)
 
 

@@ -22,8 +22,7 @@ class _Dialects(Mapping[str, "Dialect"]):
     _homes: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 
     def __getitem__(self, vendor: str) -> Dialect:
-        home = import_module(f"{__name__}.{self._homes[vendor]}")
-        found: Dialect = home.MARIADB if vendor == "mariadb" else home.DIALECT
+        found: Dialect = import_module(f"{__name__}.{self._homes[vendor]}").DIALECT
         return found
 
     def __iter__(self) -> Iterator[str]:

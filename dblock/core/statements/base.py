@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dblock.core.errors import (
     LockError,
@@ -167,17 +167,6 @@ def beside_writers(statement: Statement) -> Statement:
     return replace(statement, database_locked=WhenLocked.SKIP)
 
 
-class Cursor(Protocol):
-    """The part of DB-API 2.0 (PEP 249) that the protocol needs."""
-
-    @property
-    def rowcount(self) -> int: ...
-    @property
-    def lastrowid(self) -> Any: ...
-    def execute(self, operation: str, parameters: Any, /, **options: Any) -> Any: ...
-    def fetchall(self) -> Any: ...
-
-
 _NAME: Final = re.compile(r"(?<!\w):([a-z_]+)")
 _COMMENT: Final = re.compile(r"/\*(M!|!80017)?(.*?)\*/", re.DOTALL)
 
@@ -258,21 +247,14 @@ def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
     if paramstyle == "pyformat":
         return _NAME.sub(r"%(\1)s", sql.replace("%", "%%")), None
     names: list[str] = _NAME.findall(sql)
-    if paramstyle in {"numeric", "numeric_dollar"}:
+    if paramstyle == "numeric_dollar":
         order = list(dict.fromkeys(names))
-        mark = "$" if paramstyle == "numeric_dollar" else ":"
-        return _NAME.sub(lambda found: f"{mark}{order.index(found[1]) + 1}", sql), tuple(order)
-    if paramstyle == "format":
-        return _NAME.sub("%s", sql.replace("%", "%%")), tuple(names)
-    return _NAME.sub("?", sql), tuple(names)
+        return _NAME.sub(lambda found: f"${order.index(found[1]) + 1}", sql), tuple(order)
+    return _NAME.sub("?", sql), tuple(names)  # qmark
 
 
 def perform(
-    cursor: Cursor,
-    statement: Statement,
-    parameters: Mapping[str, Any],
-    paramstyle: str,
-    **options: Any,
+    cursor: Any, statement: Statement, parameters: Mapping[str, Any], paramstyle: str, **options: Any
 ) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from dblock.core.statements.epoch import epochs
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MACHINE
 
@@ -54,14 +53,13 @@ def begun(words: Vocabulary, *, expires_at: str = "", fence: str = "") -> str:
     {_BEARER}"""
 
 
-def _alive(words: Vocabulary) -> str:
+def _alive(words: Vocabulary, owner: str = "= :owner") -> str:
     """The condition that names a tenure whose lease has not ended."""
-    return f"lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > {words.now}"
+    return f"lock_key = :key AND owner {owner} AND fence = :fence AND expires_at > {words.now}"
 
 
-def _alive_by_either(words: Vocabulary) -> str:
-    """The same under its owner, or under the heir that the statement gives it."""
-    return f"lock_key = :key AND owner IN (:owner, :heir) AND fence = :fence AND expires_at > {words.now}"
+_BY_EITHER: Final = "IN (:owner, :heir)"
+"""Under its owner, or under the heir that the statement gives it."""
 
 
 def _longer(words: Vocabulary) -> str:
@@ -144,7 +142,7 @@ def detach(words: Vocabulary) -> str:
     count = 0,
     ttl = :life,
     {_longer(words)}
-WHERE {_alive_by_either(words)} {words.durable}
+WHERE {_alive(words, _BY_EITHER)} {words.durable}
 """
 
 
@@ -166,7 +164,7 @@ def attach(words: Vocabulary) -> str:
     expires_at = {ends},
     owner = :heir,
     {_BEARER}
-WHERE {_alive_by_either(words)} {words.is_open(also="")} {words.durable}
+WHERE {_alive(words, _BY_EITHER)} {words.is_open(also="")} {words.durable}
 """
 
 
@@ -405,69 +403,3 @@ def forget(words: Vocabulary) -> str:
     """Safe: rows by primary key, each only if it is still dead; a waiter that wakes up so late joins the queue anew."""
     old = f"expires_at < {words.before(':retention')} {words.asynchronous}"
     return words.delete_listed("lock_waiters", "owner", old)
-
-
-# -- the tables
-
-
-def tables(words: Vocabulary) -> str:
-    """The DDL of the tables."""
-    short, long, name = words.text.format(64), words.text.format(255), words.text.format(63)
-    who = f"""
-    label {long} NOT NULL,
-    host {long} NOT NULL,
-    pid integer NOT NULL,
-    thread {long} NOT NULL,
-    program {long} NOT NULL,
-    celery_task_id {long} NOT NULL,"""
-    return f"""\
-CREATE TABLE locks (
-    lock_key {long} NOT NULL PRIMARY KEY,
-    owner {short},
-    fence bigint NOT NULL,
-    count integer NOT NULL,
-    ttl {words.seconds} NOT NULL,
-    acquired_at {words.time} NOT NULL,
-    expires_at {words.time} NOT NULL,{who}
-    last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL,
-    revoked_fence bigint DEFAULT 0 NOT NULL,
-    freed_fence bigint DEFAULT 0 NOT NULL,
-    revocation {long} DEFAULT '' NOT NULL,
-    kind integer DEFAULT 0 NOT NULL,
-    reading integer DEFAULT 0 NOT NULL,
-    awaiting_fence bigint DEFAULT 0 NOT NULL,
-    awaiting_channel {name} DEFAULT '' NOT NULL
-){words.room}{words.table_options};
-CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
-CREATE TABLE lock_waiters (
-    owner {short} NOT NULL PRIMARY KEY,
-    lock_key {long} NOT NULL,
-    ticket bigint NOT NULL,
-    ttl {words.seconds} NOT NULL,{who}
-    channel {name} NOT NULL,
-    circle {short} DEFAULT '' NOT NULL,
-    reading integer DEFAULT 0 NOT NULL,
-    joined_at {words.time} NOT NULL,
-    expires_at {words.time} NOT NULL
-){words.room}{words.table_options};
-CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
-CREATE TABLE lock_events (
-    id {words.serial},
-    lock_key {long} NOT NULL,
-    kind {short} NOT NULL,
-    fence bigint NOT NULL,
-    seconds {words.seconds} NOT NULL,
-    detail {long} NOT NULL,{who}
-    happened_at {words.time} NOT NULL
-){words.table_options};
-CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
-CREATE TABLE lock_epoch (
-    id integer NOT NULL PRIMARY KEY,
-    server {long} NOT NULL,
-    history {"float" if words.undumped else long} NOT NULL,
-    since {words.time} NOT NULL,
-    opens_at {words.time} NOT NULL,
-    floor bigint NOT NULL
-){words.table_options};
-{f"{epochs(words).first.sql.strip()};{chr(10)}" if words.server else ""}"""

@@ -54,8 +54,6 @@ class Dialect:
         raise NotImplementedError
 
     def __init__(self) -> None:
-        self.ddl = common.tables(self.words)
-        """The tables, in plain SQL."""
         self.epoch = epochs(self.words) if self.words.server else None
         """The statements on the epoch; None if databases of this kind have no replicas."""
         self._write_those_of_keys(self.words)
@@ -196,7 +194,7 @@ class Dialect:
         for name, statement in vars(self).items():
             if isinstance(statement, Statement) and statement is not self.pin:
                 setattr(found, name, statement.over(tables, self.quote))
-        found.tables, found.ddl = tables, tables.named(self.ddl, self.quote)
+        found.tables = tables
         found.epoch = self.epoch and Epochs(*[each.over(tables, self.quote) for each in self.epoch])
         return found
 

@@ -36,7 +36,6 @@ served.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import EXACT, NAMES_OF_SERVERS, Failure, Reply, causes
@@ -47,7 +46,7 @@ from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
 """The collations that compare code point by code point, trailing blanks included."""
-_LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
+_LOCKED: Final = """(SELECT lock_key AS name FROM locks{0} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
     STRAIGHT_JOIN"""
 """The key's row, locked without waiting."""
 
@@ -66,67 +65,28 @@ class MySQL(Vocabulary):
     join = "STRAIGHT_JOIN"
     read_at_once = "/*!80017 FOR SHARE NOWAIT */"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
-    time = "datetime(6)"
-    serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
     table_options = " ENGINE = InnoDB"
     undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
-
-    def __init__(self, collation: str) -> None:
-        self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
+    # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
+    shares_of_locks = f"""SELECT 1 FROM locks AS door{by_key}
+        {join} locks AS share{by_key} ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
+            AND share.lock_key < CONCAT(door.lock_key, ' ')
+        WHERE door.lock_key = locks.lock_key"""
+    join_places_of = f""" {join} lock_waiters AS waiter{by_owner}
+        ON waiter.owner >= {{0}} AND waiter.owner < CONCAT({{0}}, 'g')""".format
+    before = "UTC_TIMESTAMP(6) - INTERVAL ROUND({} * 1000000) MICROSECOND".format
+    since = "TIMESTAMPDIFF(MICROSECOND, {}, UTC_TIMESTAMP(6)) / 1e6".format
+    until = "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {}) / 1e6".format
+    remember = "LAST_INSERT_ID({})".format
+    returning = "".format
+    unchanged = "{0} = LAST_INSERT_ID({0}), ".format
+    answering = "AND LAST_INSERT_ID({0}) >= 0".format
+    change_at_once = f"""{at_once}UPDATE /*!80017 {_LOCKED} */ locks{{0}}
+        /*!80017 ON locks.lock_key = mine.name */ SET""".format
 
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
-
-    def before(self, seconds: str) -> str:
-        return f"{self.now} - INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
-
-    def since(self, time: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, {time}, {self.now}) / 1e6"
-
-    def until(self, time: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, {self.now}, {time}) / 1e6"
-
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        types = {"text": f"varchar(255) {EXACT}", "double precision": "double"}
-        paths = ", ".join(f"{name} {types.get(kind, kind)} PATH '$.{name}'" for name, kind in columns.items())
-        return f"JSON_TABLE({parameter}, '$[*]' COLUMNS ({paths})) AS record"
-
-    def join_places_of(self, flow: str) -> str:
-        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
-        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < CONCAT({flow}, 'g')"
-
-    def remember(self, number: str) -> str:
-        return f"LAST_INSERT_ID({number})"
-
-    def returning(self, column: str) -> str:
-        return ""
-
-    def unchanged(self, column: str) -> str:
-        return f"{column} = {self.remember(column)}, "
-
-    def answering(self, before: str, after: str) -> str:
-        return f"AND {self.remember(before)} >= 0"
-
-    def change_at_once(self, index: str) -> str:
-        locked = _LOCKED.format(index)
-        return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
-
-    def bounds(self, key: str) -> tuple[str, str]:
-        return f"CONCAT({key}, CHAR(31 USING utf8mb4))", f"CONCAT({key}, ' ')"
-
-    @property
-    def shares_of_locks(self) -> str:
-        # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
-        low, high = self.bounds("door.lock_key")
-        return f"""SELECT 1 FROM locks AS door{self.by_key}
-        {self.join} locks AS share{self.by_key} ON share.lock_key > {low} AND share.lock_key < {high}
-        WHERE door.lock_key = locks.lock_key"""
-
-    def delete_up_to(self, table: str, name: str, last: str) -> str:
-        # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
-        due = f"(SELECT {last} AS last) AS due"
-        return f"DELETE {table} FROM {due} STRAIGHT_JOIN {table}{self.by_key} ON {name} <= due.last"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_key
@@ -140,7 +100,7 @@ WHERE {condition}
 """
 
 
-SQL: Final = MySQL(COLLATIONS["mysql"])
+SQL: Final = MySQL()
 _DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
     holder varchar(64) {EXACT} PATH '$.owner',
     number bigint PATH '$.fence'"""
@@ -177,7 +137,7 @@ _DURING_COMMIT: Final = 1180
 
 
 class MySQLDialect(Dialect):
-    """The statements for MySQL."""
+    """The statements for MySQL and MariaDB."""
 
     name = "mysql"
     words = SQL
@@ -334,11 +294,4 @@ WHERE door.lock_key = :door AND door.kind = :kind
 """
 
 
-class MariaDBDialect(MySQLDialect):
-    """The same for MariaDB, but for the collation of its tables."""
-
-    words = MySQL(COLLATIONS["mariadb"])
-
-
 DIALECT: Final = MySQLDialect()
-MARIADB: Final = MariaDBDialect()

@@ -13,7 +13,6 @@ a crash of the machine may lose the last commits, but ends every holder too, sin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import Failure, causes
@@ -40,33 +39,19 @@ class SQLite(Vocabulary):
     by_ticket = " INDEXED BY lock_waiters_queue"
     by_owner = " INDEXED BY sqlite_autoindex_lock_waiters_1"
     join = "CROSS JOIN"
-    seconds = "real"
-    time = "datetime"
-    serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
-
-    @property
-    def unserved(self) -> str:
-        return "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
-
-    def looked_up(self, column: str, value: str) -> str:
-        # For an equality SQLite may build a Bloom filter, for which it reads the whole table.
-        return f"{column} IN (SELECT {value})"
+    unserved = "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
+    shares_of_locks = f"""SELECT 1 FROM locks AS share{by_key}
+        WHERE share.lock_key > locks.lock_key || char(31) AND share.lock_key < locks.lock_key || ' '"""
+    join_places_of = f""" {join} lock_waiters AS waiter{by_owner}
+        ON waiter.owner >= {{0}} AND waiter.owner < {{0}} || 'g'""".format
+    before = "strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {}))".format
+    since = "round((julianday('now') - julianday({})) * 86400.0, 3)".format
+    until = "round((julianday({}) - julianday('now')) * 86400.0, 3)".format
+    # For an equality SQLite may build a Bloom filter, for which it reads the whole table.
+    looked_up = "{} IN (SELECT {})".format
 
     def after(self, seconds: str, start: str = "'now'") -> str:
         return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
-
-    def before(self, seconds: str) -> str:
-        return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {seconds}))"
-
-    def since(self, time: str) -> str:
-        return f"round((julianday('now') - julianday({time})) * 86400.0, 3)"
-
-    def until(self, time: str) -> str:
-        return f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
-
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)
-        return f"(SELECT {values} FROM json_each({parameter})) AS record"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_owner

@@ -5,10 +5,15 @@ Rule: an expression means the same on every database; features of a single datab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Final
 
 from dblock.core.statements.base import Reply
 from dblock.core.values import MARGIN
+
+Text = Callable[..., str]
+"""A text with places for others: `"CAST({} AS bigint)".format`."""
+_AS_IT_IS: Final = "{}".format
 
 
 class Vocabulary:
@@ -27,8 +32,6 @@ class Vocabulary:
     the owner, or by the key and the ticket."""
     join = "JOIN"
     """A join of two tables that reads the first one first, if the database has such a join."""
-    events_of_key = "lock_key = :key ORDER BY id DESC"
-    """The condition for the events of one key, and their order, as in the index on both."""
     read_at_once = ""
     """The end of a query in an UPDATE whose rows it would wait for otherwise."""
     at_once = ""
@@ -37,17 +40,7 @@ class Vocabulary:
     """The end of a condition: commit on disk before the answer, and wait a bounded time for the row."""
     asynchronous = ""
     """The same, but the commit may be lost in a crash of the server."""
-    text = "varchar({})"
-    """The type of text of so many characters, compared code point by code point."""
-    seconds = "double precision"
-    time: str
-    serial: str
-    """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
-    separator = "char(31)"
-    """The character between a key and the name of one of its shares."""
-    room = ""
-    """A table option that leaves room for new versions of rows in each page."""
     server = ""
     """Text that a server and its replicas never share; empty if databases of this kind have no replicas."""
     timeline = ""
@@ -56,85 +49,60 @@ class Vocabulary:
     """The number of the table lock_epoch, where a restored one has another."""
     undumped = ""
     """A number that a dump of a `float` changes; empty if the database tells a restored table otherwise."""
+    unserved = ""
+    """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
+
+    shares_of_locks: str
+    """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
+
+    join_places_of: Text
+    """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
+
+    Tokens are hexadecimal digits, and `g` comes after all of these.
+    """
+    before: Text
+    """The time so many seconds ago."""
+    since: Text
+    """Seconds from a time until now."""
+    until: Text
+    """Seconds from now until a time; more than 0 only if it has not come."""
+    integer: Text = _AS_IT_IS
+    """A number of 32 bits, if the database needs a cast."""
+    bigint: Text = _AS_IT_IS
+    """A number of 64 bits, if the database needs a cast."""
+    number: Text = _AS_IT_IS
+    """A number with a fraction, if the database needs a cast."""
+    looked_up: Text = "{} = {}".format
+    """`column = value`, where `value` is a column of another table, through the index on `column`.
+
+    With a plain equality the planner may read the whole table or index and compare. That is cheap while the table is
+    small, but the plan may be kept, or made from old statistics, when it no longer is.
+    """
+    remember: Text = _AS_IT_IS
+    """The number, remembered as the statement's answer (see `returning`)."""
+    returning: Text = "RETURNING {}".format
+    """The end of a statement that answers the new value of that column, set by `remember`."""
+    unchanged: Text = "".format
+    """An assignment for a statement that answers a column that it does not change."""
+    answering: Text = "RETURNING {1}".format
+    """The end of an UPDATE that answers a number, which is not negative, and rounded if necessary.
+
+    Two texts express it, by the old row and by the new row; a database uses one of them.
+    """
+    unpinned: Text = "({})".format
+    """The condition, and that no transaction pins the key, without waiting for that."""
+    is_latest: Text = "abs(epoch.floor) < {}.fence".format
+    """The condition on the row of `epoch` that the tenure in a row began in it, so that no later one was lost."""
+    asynchronous_unless: Text = "".format
+    """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
+    change_at_once: Text = "UPDATE locks{} SET".format
+    """As `change`, without waiting for the row, which it reaches through an index."""
+    of_listed: Text = _AS_IT_IS
+    """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
         raise NotImplementedError
-
-    def before(self, seconds: str) -> str:
-        """The time so many seconds ago."""
-        raise NotImplementedError
-
-    def since(self, time: str) -> str:
-        """Seconds from that time until now."""
-        raise NotImplementedError
-
-    def until(self, time: str) -> str:
-        """Seconds from now until that time; more than 0 only if it has not come."""
-        raise NotImplementedError
-
-    def integer(self, parameter: str) -> str:
-        """A number of 32 bits, if the database needs a cast."""
-        return parameter
-
-    def bigint(self, parameter: str) -> str:
-        """A number of 64 bits, if the database needs a cast."""
-        return parameter
-
-    def number(self, parameter: str) -> str:
-        """A number with a fraction, if the database needs a cast."""
-        return parameter
-
-    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
-        """A parameter that is a JSON array of objects, as the table `record`; `columns`: their names, and their types.
-
-        A type is `text`, `bigint` or `double precision`.
-        """
-        raise NotImplementedError
-
-    def looked_up(self, column: str, value: str) -> str:
-        """`column = value`, where `value` is a column of another table, through the index on `column`.
-
-        With a plain equality the planner may read the whole table or index and compare. That is cheap while the table
-        is small, but the plan may be kept, or made from old statistics, when it no longer is.
-        """
-        return f"{column} = {value}"
-
-    def join_places_of(self, flow: str) -> str:
-        """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
-
-        Tokens are hexadecimal digits, and `g` comes after all of these.
-        """
-        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
-        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < {flow} || 'g'"
-
-    def remember(self, number: str) -> str:
-        """The number, remembered as the statement's answer (see `returning`)."""
-        return number
-
-    def returning(self, column: str) -> str:
-        """The end of a statement that answers the new value of that column, set by `remember`."""
-        return f"RETURNING {column}"
-
-    def unchanged(self, column: str) -> str:
-        """An assignment for a statement that answers a column that it does not change."""
-        return ""
-
-    def answering(self, before: str, after: str) -> str:
-        """The end of an UPDATE that answers a number, which is not negative, and rounded if necessary.
-
-        `before` and `after` express it by the old row and by the new row; a database uses one of them.
-        """
-        return f"RETURNING {after}"
-
-    @property
-    def unserved(self) -> str:
-        """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
-        return ""
-
-    def unpinned(self, condition: str) -> str:
-        """The condition, and that no transaction pins the key, without waiting for that."""
-        return f"({condition})"
 
     def is_open(self, row: str = "locks", *, also: str | None = None) -> str:
         """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
@@ -156,39 +124,9 @@ class Vocabulary:
         """The condition that this server wrote the row of `lock_epoch`, and not the restoring of a dump."""
         return f"{row}.server = {self.server}" + (f" AND {row}.history = {self.undumped}" if self.undumped else "")
 
-    def is_latest(self, row: str) -> str:
-        """The condition on the row of `epoch` that the tenure in `row` began in it, so that no later one was lost."""
-        return f"abs(epoch.floor) < {row}.fence"
-
-    def asynchronous_unless(self, condition: str) -> str:
-        """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
-        return self.asynchronous
-
     def change(self) -> str:
         """The beginning of an UPDATE of the key's row that may wait for it for a short time."""
         return f"UPDATE locks{self.by_key} SET"
-
-    def change_at_once(self, index: str) -> str:
-        """The same without waiting for the row, which it reaches through an index."""
-        return f"{self.at_once}UPDATE locks{index} SET"
-
-    def bounds(self, key: str) -> tuple[str, str]:
-        """Texts between which the keys of the shares of a key are."""
-        return f"{key} || {self.separator}", f"{key} || ' '"
-
-    @property
-    def shares_of_locks(self) -> str:
-        """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
-        low, high = self.bounds("locks.lock_key")
-        return f"SELECT 1 FROM locks AS share{self.by_key} WHERE share.lock_key > {low} AND share.lock_key < {high}"
-
-    def delete_up_to(self, table: str, name: str, last: str) -> str:
-        """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
-        return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
-
-    def of_listed(self, condition: str) -> str:
-        """The condition on the keys of the list `:names`; with that list, if it might be evaluated for others."""
-        return condition
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.

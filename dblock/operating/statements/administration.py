@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from dblock.core.protocol import sending
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.statements import DIALECTS, common
-from dblock.core.statements.base import Reply, Statement
+from dblock.core.statements.base import EXACT, Reply, Statement
 from dblock.core.statements.common import WHO
+
+
+class _Events(NamedTuple):
+    """What databases say differently about events."""
+
+    records: str
+    """The parameter `events`, a JSON array of objects, as the table `record` with these columns."""
+    column: str
+    """One of them, by its name and its type."""
+    up_to: str
+    """Delete the rows whose primary key is at most a number."""
+    of_key: str = "lock_key = :key ORDER BY id DESC"
+    """The condition for the events of one key, and their order, as in the index on both."""
+    types: tuple[str, str, str] = ("text", "bigint", "double precision")
+
+
+_UP_TO: Final = "DELETE FROM lock_events WHERE id <= (SELECT last FROM (SELECT {} AS last) AS due)"
+_EVENTS: Final = {
+    # With an equality the order is that of `id` alone, and a planner that estimates the key as frequent reads all
+    # events, the latest first.
+    "postgresql": _Events(
+        "json_to_recordset(CAST(:events AS json)) AS record ({})",
+        "{0} {1}",
+        _UP_TO,
+        "lock_key >= :key AND lock_key <= :key ORDER BY lock_key DESC, id DESC",
+    ),
+    # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
+    "mysql": _Events(
+        "JSON_TABLE(:events, '$[*]' COLUMNS ({})) AS record",
+        "{0} {1} PATH '$.{0}'",
+        "DELETE lock_events FROM (SELECT {} AS last) AS due"
+        " STRAIGHT_JOIN lock_events FORCE INDEX (PRIMARY) ON id <= due.last",
+        types=(f"varchar(255) {EXACT}", "bigint", "double"),
+    ),
+    "sqlite": _Events("(SELECT {} FROM json_each(:events)) AS record", "json_extract(value, '$.{0}') AS {0}", _UP_TO),
+}
 
 
 @cache
@@ -72,23 +108,26 @@ WHERE lock_key = :key AND fence = :fence AND owner IS NOT NULL {words.durable}
 WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words.now} {words.durable}
 """
     columns = f"lock_key, kind, fence, seconds, detail, {WHO}"
-    types = dict.fromkeys(columns.split(", "), "text") | {"fence": "bigint", "pid": "bigint"}
-    types |= dict.fromkeys(("seconds", "age"), "double precision")
+    differs = _EVENTS[dialect]
+    text, bigint, double = differs.types
+    types = dict.fromkeys(columns.split(", "), text) | {"fence": bigint, "pid": bigint}
+    types |= {"seconds": double, "age": double}
+    records = differs.records.format(", ".join(differs.column.format(*each) for each in types.items()))
     # Safe: rows of its own, by which nothing is decided. Not sent twice, which would duplicate the events.
     note = f"""
 INSERT INTO lock_events ({columns}, happened_at)
 SELECT {", ".join(f"record.{name}" for name in columns.split(", "))}, {words.before("record.age")}
-FROM {words.records(":events", types)}
+FROM {records}
 WHERE record.age >= 0 {words.asynchronous}
 """
     # Safe: rows that are never written again; concurrent deletions delete the same. Some numbers were never used.
     last = f"""{words.least}((SELECT max(id) FROM lock_events) - {words.bigint(":keep")},
                              (SELECT min(id) FROM lock_events) + 999)"""
-    trim = f"{words.delete_up_to('lock_events', 'id', last)} {words.asynchronous}"
+    trim = f"{differs.up_to.format(last)} {words.asynchronous}"
     events = f"""
 SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WHO} FROM lock_events"""
     # Safe: both read only, without locks.
-    list_events = f"{events} WHERE {words.events_of_key} LIMIT {words.integer(':most')}"
+    list_events = f"{events} WHERE {differs.of_key} LIMIT {words.integer(':most')}"
     list_all_events = f"{events} ORDER BY id DESC LIMIT {words.integer(':most')}"
     found = (
         # The last of the next `most` keys after the key `after` -> key, null if there are none.
