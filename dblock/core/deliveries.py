@@ -32,14 +32,12 @@ PENDING: Final = 100_000
 class Deliveries(Worker):
     """The calls of one process."""
 
-    exit_priority = -1  # after the watchdog
-
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
         """Empties the queue in a forked child, which does not have the thread; the parent makes the pending calls."""
-        super().__init__("deliveries")
+        super().__init__("deliveries", exit_priority=-1)  # after the watchdog
         self._calls = deque[Callable[[], object]]()
         self._calling = False
         """Whether a call is under way."""
@@ -50,13 +48,8 @@ class Deliveries(Worker):
         """Whether a call is enqueued or under way."""
         return bool(self._calls) or self._calling
 
-    @property
-    def stranded(self) -> bool:
-        """Whether calls are left for which no thread could be started. A watchdog that runs tries again each second."""
-        return bool(self._calls) and self._thread is None
-
     def put(self, call: Callable[[], object]) -> None:
-        """Enqueue a call for the thread. If none can be started, the next caller tries again."""
+        """Enqueue a call for the thread. If none can be started, the next caller and the watchdog try again."""
         with self._lock:
             if len(self._calls) >= PENDING:
                 _ = self._calls.popleft()
@@ -74,7 +67,7 @@ class Deliveries(Worker):
         while self.pending:
             if time.monotonic() > end:
                 return False
-            if self.stranded and self.wake() is not None:  # no thread can be started: the interpreter is ending, say
+            if self.wake() is not None:  # no thread can be started: the interpreter is ending, say
                 _ = self._make_next()
             else:
                 time.sleep(0.002)

@@ -55,25 +55,21 @@ class BinarySemaphore:
 class Worker:
     """A thread that works in rounds, for as long as there is something to do."""
 
-    exit_priority: int | None = None
-    """Of `close` among what a child of multiprocessing does at its end, which is without atexit; None: nothing."""
+    def __init__(
+        self, name: str, refused: Callable[[RuntimeError], object] = bool, *, exit_priority: int | None = None
+    ) -> None:
+        """`refused` logs that the thread cannot be started, and why.
 
-    def __init__(self, name: str, refused: Callable[[RuntimeError], object] = bool) -> None:
-        """`refused` logs that the thread cannot be started, and why."""
-        self._name, self._refused = f"dblock {name}", refused
+        `exit_priority`: that of `close` among what a child of multiprocessing does at its end, which is without atexit.
+        """
+        self._name, self._refused, self._exit_priority = f"dblock {name}", refused, exit_priority
         self._thread: threading.Thread | None = None
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
-        self._working = threading.Lock()
-        """Held during a round. An interrupted start may leave a thread that runs beside the next one."""
-        self.used = False
-        """Whether it was given something since the last round, so that it lives on."""
-        self._finalized = False
-        """Whether `close` is registered for the end of a child of multiprocessing."""
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
-        Infinity while none is sure to come: without a thread, with nothing to do, during a round that sets no time.
+        Infinity while none is sure to come: without a thread, and during the round after which it may end.
         """
 
     def round(self) -> float:
@@ -87,15 +83,15 @@ class Worker:
         """Begin a round now, as something is due earlier than planned; returns why no thread can be started for it."""
         self._woken.set()
         util = sys.modules.get("multiprocessing.util")
-        if util is not None and self.exit_priority is not None and not self._finalized:
-            self._finalized = True
-            util.Finalize(None, self.close, exitpriority=self.exit_priority)
+        if util is not None and (priority := self._exit_priority) is not None:
+            self._exit_priority = None  # once
+            util.Finalize(None, self.close, exitpriority=priority)
         with self._lock:  # a thread that is about to end decides so under it
             thread = self._thread
             if thread is not None and (thread.ident is None or thread.is_alive()):  # it is being started, or runs
                 return None
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
             except BaseException as error:
                 self._thread = None  # the next one who needs it tries again
@@ -107,25 +103,26 @@ class Worker:
 
     def wake_by(self, moment: float) -> None:
         """Begin a round at that local time at the latest."""
-        self.used = True
         if moment < self.wakes_at:
             _ = self.wake()
 
     def _work(self) -> None:
-        quiet = False
-        while True:
-            self.wakes_at, used, self.used = math.inf, self.used, False  # what comes during this round begins another
-            try:
-                with self._working:
-                    moment = self.round()
-            finally:  # before it decides to end: what comes after that wakes it, also if an error ends this thread
-                self.wakes_at = math.inf
-            rests = moment == math.inf and not (used or self.used)
-            with self._lock:
-                if self._thread is not threading.current_thread():
-                    return  # its start was interrupted: another one is started when needed
-                if rests and quiet and not self._woken.is_set():
-                    self._thread = None  # what comes from now on starts another one
-                    return
-            self.wakes_at = clock.now() + timing.DEFAULT.attention if moment == math.inf else moment
-            quiet = not self._woken.wait(max(self.wakes_at - clock.now(), 0.0)) and rests
+        with self._lock:  # not before `wake` has returned
+            if self._thread is not threading.current_thread():
+                return  # its start was interrupted: another one is started when needed
+        quiet = False  # whether there was nothing to do, and nothing has come since
+        try:
+            while True:
+                latest = clock.now() + timing.DEFAULT.attention
+                # What comes during a round, and is due after the next one has begun, wakes it only if none may follow.
+                # Else a process that takes thousands of locks looks at all of them again and again.
+                self.wakes_at = math.inf if quiet else latest
+                moment = self.round()
+                with self._lock:
+                    if quiet and moment == math.inf and not self._woken.is_set():
+                        self._thread = None  # what comes from now on starts another one
+                        return
+                self.wakes_at = min(moment, latest)
+                quiet = not self._woken.wait(self.wakes_at - clock.now()) and moment == math.inf
+        finally:
+            self.wakes_at = math.inf  # also if an error ends this thread

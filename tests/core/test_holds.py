@@ -339,7 +339,6 @@ def test_adding_never_misses_the_watch(store: FakeStore, watch: Watchdog) -> Non
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
-        watch.used = False
         watch.wake()
     hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now(), 0.3))
     watch.add(hold)

@@ -64,7 +64,6 @@ class Watchdog(Worker):
     """Watches all holds of this process."""
 
     keeps: type[Keeper] = Keeper
-    exit_priority = 0
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Watchdog(Worker):
 
         `prune` closes idle connections whose time is up, without waiting for a server; true: it has to be called again.
         """
-        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"))
+        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"), exit_priority=0)
         self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
@@ -91,7 +90,7 @@ class Watchdog(Worker):
 
     def add(self, hold: Hold) -> RuntimeError | None:
         """Watch a hold from now on; returns why no thread can be started that its renewal needs, if so."""
-        refused, where, self.used = None, (hold.store, hold.loop), True
+        refused, where = None, (hold.store, hold.loop)
         with self._lock:
             self._holds[hold] = None
             self._by_key[hold.store, hold.tenure.key] = hold
@@ -216,24 +215,21 @@ class Watchdog(Worker):
     # -- the watching thread
 
     def round(self) -> float:
-        # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
-        # Else a process that takes thousands of locks looks at all of them again and again.
-        self.wakes_at = latest = clock.now() + timing.DEFAULT.attention
         try:
             if self._ending is not None:
                 (holds, ended), self._ending = self._ending, None
                 self._release_and_write(holds)
                 ended.set()
             soonest, idle = clock.now() + self._look_at_all(), self._prune()
-            if deliveries.stranded:
+            if deliveries.pending:  # perhaps no thread could be started
                 _ = deliveries.wake()
             for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2) if self.histories else ():
                 self._keeper(store, loop).begin(steps, long=True)
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
             warn("the watchdog failed in one round, and continues: %r", error)
-            return latest
-        busy = idle or self._holds or self._keepers or self._unfinished or deliveries.stranded
-        return min(soonest, latest) if busy else math.inf
+            return clock.now() + timing.DEFAULT.attention
+        busy = idle or self._holds or self._keepers or self._unfinished or deliveries.pending
+        return min(soonest, clock.now() + timing.DEFAULT.attention) if busy else math.inf
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
