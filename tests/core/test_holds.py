@@ -48,7 +48,7 @@ from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
-from tests.support.lab import until
+from tests.support.lab import renews, until
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -225,15 +225,6 @@ def test_a_shorter_grant_postpones_no_renewal(local: Clock) -> None:
     assert hold.lease.due == 149
 
 
-def test_a_hold_that_is_entered_again_is_renewed_again(local: Clock) -> None:
-    """Also by an entry with a shorter ttl: the watchdog had stopped, as nobody could leave the hold any more."""
-    hold = hold_of(local)
-    hold.lease.due = math.inf
-    local.time += 5
-    assert hold.lease.lengthen(Grant(TENURE, local.time, 3.0))
-    assert hold.lease.due == 110
-
-
 def test_lost_is_for_good(local: Clock) -> None:
     """An answer that comes when trust has ended revives nothing, whether or not somebody looked in between."""
     for look in (True, False):
@@ -330,6 +321,18 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     thread.join()
     assert until(lambda: not runtime.current.watchdog._holds)
     assert store.sent.count("renew") == 0
+
+
+def test_a_hold_that_is_entered_again_is_renewed_again(store: FakeStore) -> None:
+    """Renewals had ended, as an interrupt had left nobody who could leave the hold."""
+    hold = acquired(FakeLock(store))
+    hold.entries = [Entry(FakeLock(store), "with", lambda: None)]
+    runtime.current.watchdog.wake()
+    assert until(lambda: not hold.lease.renewing)
+    lock = FakeLock(store)
+    assert lock.acquire()
+    assert renews(hold)
+    lock.release()
 
 
 def test_adding_never_misses_the_watch(store: FakeStore, watch: Watchdog) -> None:
@@ -469,6 +472,8 @@ def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeS
     store.answers |= {"renew": refuse, "alive": lambda _: [(*hold.tenure, "by an operator")]}
     before = hold.lease.renewed
     time.sleep(0.01)
+    drive(renewal(store, hold))
+    assert hold.lease.due <= hold.lease.now()
     drive(renewal(store, hold))
     assert store.sent == ["take", "renew", "alive", "renew"]
     assert hold.lease.renewed > before

@@ -319,11 +319,13 @@ class Hold:
         self.tenure: Tenure = grant.tenure
         self.key = key_of_share(grant.tenure.key)
         """The key that callers know it by: for a share, that of its door."""
+        self.renews = options.renew and store.renewable
+        """Whether its lease is renewed for as long as somebody can release it, and no longer than its `max_hold`."""
         self.lease = Lease(
             grant,
             store.database.now,
             grace=options.grace,
-            renewing=options.renew and store.renewable,
+            renewing=self.renews,
             pace=timing.DEFAULT.attention if options.on_revoke else math.inf,
         )
         self.grant = grant
@@ -363,7 +365,7 @@ class Hold:
     def snapshot(self) -> Hold:
         """A copy that does not change when its flow enters and leaves."""
         twin = copy.copy(self)
-        twin.is_snapshot, twin.lease, twin.outer = True, self.lease.snapshot(), None
+        twin.is_snapshot, twin.lease, twin.outer = True, copy.copy(self.lease), None
         # Without the ends of their blocks: one may end before the callbacks of its lock object are called.
         entered = [(each.lock, each.kind) for each in self.entries] + [(self.leaving, "acquire")]
         twin.entries = [Entry(lock, kind) for lock, kind in entered if lock is not None]

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 from dblock.core import clock, timing
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import Reason
+from dblock.core.errors import Loss, Reason
 from dblock.core.holding.flow import Flows, Hold
 from dblock.core.log import warn
 from dblock.core.observing.events import Kind
@@ -123,7 +123,7 @@ class Watchdog(Worker):
         given_up = list[Hold]()
         for hold in reversed(list(self._holds)):
             if hold.store is store and self.discard(hold):  # else its flow is releasing it
-                if hold.lease.give_up():
+                if hold.lease.lose(Loss(Reason.RELEASED)):
                     given_up.append(hold)
                 self.announce(hold)
         return given_up
@@ -265,14 +265,12 @@ class Watchdog(Worker):
         if lease.renewing and hold.orphaned:
             warn("%r was never released by a thread or task that has ended", hold.shown)
             lease.renewing = False
+        elif lease.renewing and not hold.can_be_released:
+            warn("a `with` on %r was interrupted before it was left: its lease expires", hold.shown)
+            lease.renewing = False  # unless its flow enters it again
         if now >= lease.acquired + hold.max_hold or (hold.loop is not None and hold.loop.is_closed()):
             lease.renewing = False
         if not lease.renewing:
-            return left
-        if not hold.can_be_released:
-            if not hold.risk_reported:
-                warn("a `with` on %r was interrupted before it was left: its lease expires", hold.shown)
-            hold.risk_reported, lease.due = True, math.inf  # unless its flow enters it again
             return left
         late = lease.late_from - now
         if late > 0:
