@@ -38,7 +38,7 @@ class Deliveries(Worker):
     def forked(self) -> None:
         """Empties the queue in a forked child, which does not have the thread; the parent makes the pending calls."""
         super().__init__("deliveries", exit_priority=-1)  # after the watchdog
-        self._calls = deque[Callable[[], object]]()
+        self._calls = deque[Callable[[], object]](maxlen=PENDING)
         self._calling = False
         """Whether a call is under way."""
         self._dropped = 0
@@ -51,8 +51,7 @@ class Deliveries(Worker):
     def put(self, call: Callable[[], object]) -> None:
         """Enqueue a call for the thread. If none can be started, the next caller and the watchdog try again."""
         with self._lock:
-            if len(self._calls) >= PENDING:
-                _ = self._calls.popleft()
+            if len(self._calls) == PENDING:
                 self._dropped += 1
             self._calls.append(call)
         _ = self.wake()

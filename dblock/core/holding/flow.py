@@ -45,20 +45,6 @@ _CALL: Final[Callable[..., Any]] = call
 class Flow:
     """A flow: what it holds, by store and key, and its description."""
 
-    __slots__ = (
-        "__weakref__",
-        "_is_task",
-        "before",
-        "began",
-        "driver",
-        "holds",
-        "life",
-        "name",
-        "ref",
-        "takes",
-        "who",
-    )
-
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
         """`name` is the prefix of its owner tokens; `life` is its asyncio task, or dies with its thread."""
         self.name = name
@@ -116,8 +102,6 @@ def nobody() -> None:
 
 class _Life:
     """An object that dies with its thread."""
-
-    __slots__ = ("__weakref__",)
 
 
 class _Thread(threading.local):

@@ -64,7 +64,7 @@ class Lease:
     def state(self) -> State:
         if self.remaining() <= 0:
             return "lost"
-        return "at_risk" if self.renewing and self.now() >= self.late_from else "held"
+        return "at_risk" if self.now() >= self.late_from else "held"
 
     @property
     def held(self) -> float:
