@@ -11,8 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -530,27 +528,33 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
 
 
 def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after its answer once another one takes its place, and is used again if none can be started till then."""
-    keeper, given = Keeper(store, None, threading.RLock(), runtime.current._withdraw), SimpleQueue[Any]()
-    refused, run = [True], list[int]()
-    hangs: Any = SimpleNamespace(ready=False, give=given.put)
+    """Until its answer comes each renewal has a thread of its own, or none if none can be started."""
+    keeper, go, run = Keeper(store, None, threading.RLock(), runtime.current._withdraw), threading.Event(), list[str]()
 
-    def start() -> None:
-        if refused:
-            raise RuntimeError("can't start new thread")
-
-    def note() -> Steps[None]:
-        run.append(1)
+    def do(name: str, *, hangs: bool = False) -> Steps[None]:
         yield from ()
+        run.append(name)
+        assert not hangs or go.wait(20)
 
-    other: Any = SimpleNamespace(ready=True, start=start, give=lambda steps: steps and drive(steps))
-    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", lambda: other)
-    keeper.renewer = hangs
-    keeper.begin(note())
-    assert (keeper.renewer, given.empty(), run) == (hangs, True, [])
-    refused.clear()
-    keeper.begin(note())
-    assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keeper.begin(do("hangs", hangs=True))
+    thread = keeper.renewer
+    assert thread is not None
+    assert until(lambda: run == ["hangs"])
+    keeper.begin(do("apart"))
+    assert until(lambda: run == ["hangs", "apart"])
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        keeper.begin(do("refused"))
+        go.set()
+        assert until(lambda: thread.ready)
+        keeper.begin(do("again"))
+        assert until(lambda: run == ["hangs", "apart", "again"])
+    assert keeper.renewer is thread
+    thread.give(None)
+    assert until(lambda: not thread.is_alive())
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten(store: FakeStore, watch: Watchdog) -> None:
