@@ -23,8 +23,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar, Token
 from operator import call
 from typing import Any, Final, NamedTuple, Protocol
@@ -180,15 +179,9 @@ class Flows:
             return True
         return True
 
-    @contextmanager
-    def again(self, snapshot: Hold) -> Generator[None, None, None]:
-        """Let this thread see a read-only copy of the hold as its own."""
-        mine = self._of_context.get()
+    def see(self, snapshot: Hold) -> None:
+        """Let the current context see a read-only copy of the hold as its own."""
         self._begin(self.thread.life).holds = {(snapshot.store, snapshot.key): snapshot}
-        try:
-            yield
-        finally:
-            _ = self._of_context.set(mine)
 
     def leave_to_parent(self, parent: int) -> None:
         """In a forked child: mark the lock objects that the forking flow held as the parent's."""

@@ -29,6 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from functools import partial
 from typing import Any, Protocol
 
@@ -202,15 +203,15 @@ class Watchdog(Worker):
         locks = hold.locks()
 
         def call_all() -> None:
-            with self._flows.again(hold):
-                for call in (call for lock in locks for call in who_hears(lock)):
-                    try:
-                        _ = call()
-                    except Exception as error:  # noqa: BLE001 - a user's
-                        warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)
+            self._flows.see(hold)
+            for call in (call for lock in locks for call in who_hears(lock)):
+                try:
+                    _ = call()
+                except Exception as error:  # noqa: BLE001 - a user's
+                    warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)
 
         if locks:
-            deliveries.put(call_all)
+            deliveries.put(partial(Context().run, call_all))
 
     # -- the watching thread
 
