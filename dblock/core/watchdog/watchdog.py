@@ -28,10 +28,10 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dblock.core import clock, timing
 from dblock.core.deliveries import deliveries
@@ -50,15 +50,6 @@ from dblock.core.worker import Worker
 
 Where = tuple[Store, Any]
 """A database, and the event loop that its steps run on: None for threads."""
-
-
-class Writes(Protocol):
-    """Rows that are to be written in the background (see `dblock.operating.history`)."""
-
-    def begin(self, *, ripe: float = 0.0) -> Iterable[tuple[Store, Any, Steps[None]]]: ...
-
-    @property
-    def pending(self) -> bool: ...
 
 
 class Watchdog(Worker):
@@ -82,8 +73,8 @@ class Watchdog(Worker):
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._keepers: dict[Where, Keeper] = {}
-        self.histories: Writes | None = None
-        """The events to write; None if no store keeps a history."""
+        self.histories: Any = None
+        """The events to write, `dblock.operating.history.Histories`; None if no store keeps a history."""
         self._ending: tuple[list[Hold], threading.Event] | None = None
         """The holds to release at the end of the process, and what is set when that is done."""
 
