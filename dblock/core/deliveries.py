@@ -13,13 +13,11 @@ Rule: `put` never waits, and never runs code of the application.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from dblock.core import timing
@@ -32,36 +30,24 @@ PENDING: Final = 100_000
 class Deliveries(Worker):
     """The calls of one process."""
 
-    exit_priority = -1  # after the watchdog
-
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
         """Empties the queue in a forked child, which does not have the thread; the parent makes the pending calls."""
-        super().__init__("deliveries")
-        self._calls = deque[Callable[[], object]]()
+        super().__init__("deliveries", exit_priority=-1)  # after the watchdog
+        self._calls = deque[Callable[[], object]](maxlen=PENDING)
         self._calling = False
         """Whether a call is under way."""
-        self._dropped = 0
 
     @property
     def pending(self) -> bool:
         """Whether a call is enqueued or under way."""
         return bool(self._calls) or self._calling
 
-    @property
-    def stranded(self) -> bool:
-        """Whether calls are left for which no thread could be started. A watchdog that runs tries again each second."""
-        return bool(self._calls) and self._thread is None
-
     def put(self, call: Callable[[], object]) -> None:
-        """Enqueue a call for the thread. If none can be started, the next caller tries again."""
-        with self._lock:
-            if len(self._calls) >= PENDING:
-                _ = self._calls.popleft()
-                self._dropped += 1
-            self._calls.append(call)
+        """Enqueue a call for the thread. If none can be started, the next caller and the watchdog try again."""
+        self._calls.append(call)
         _ = self.wake()
 
     def is_calling(self) -> bool:
@@ -74,7 +60,7 @@ class Deliveries(Worker):
         while self.pending:
             if time.monotonic() > end:
                 return False
-            if self.stranded and self.wake() is not None:  # no thread can be started: the interpreter is ending, say
+            if self.wake() is not None:  # no thread can be started: the interpreter is ending, say
                 _ = self._make_next()
             else:
                 time.sleep(0.002)
@@ -93,22 +79,14 @@ class Deliveries(Worker):
         return math.inf
 
     def _make_next(self) -> bool:
-        """Make the first call that is left, or say how many were dropped; False if there is nothing to do."""
-        with self._lock:
-            if self._calls:
-                call = self._calls.popleft()
-            elif self._dropped:
-                call, self._dropped = partial(_tell_dropped, self._dropped), 0
-            else:
-                return False
+        """Make the first call that is left; False if there is none."""
+        try:
+            call = self._calls.popleft()
+        except IndexError:
+            return False
         with contextlib.suppress(BaseException):  # sys.exit() in a callback ends no thread that others need
             _ = call()
         return True
-
-
-def _tell_dropped(dropped: int) -> None:
-    text = "%d calls of log handlers, callbacks and observers of locks were dropped: one of them took too long"
-    logging.getLogger("dblock").warning(text, dropped)
 
 
 deliveries = Deliveries()

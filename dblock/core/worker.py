@@ -24,56 +24,31 @@ def start(work: Callable[[], object], name: str) -> Callable[[], bool]:
     return thread.is_alive
 
 
-class BinarySemaphore:
-    """A flag that any thread sets, any number of times; it wakes the waiting thread once.
-
-    A signal handler may set it, also one that interrupts `set` or `wait`.
-
-    Not `SimpleQueue.get(timeout)`: before Python 3.13 a signal that interrupts it when its time is up makes it wait for
-    ever, as it goes on with the rest of the time, which is negative. So does stopping and continuing a process that
-    handles SIGCONT.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _ = self._lock.acquire()
-
-    def set(self) -> None:
-        """Wake the thread that waits, or that waits next."""
-        with contextlib.suppress(RuntimeError):  # it is set already
-            self._lock.release()
-
-    def is_set(self) -> bool:
-        """Whether it is set."""
-        return not self._lock.locked()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most so many seconds and clear the flag; returns whether it was set."""
-        return self._lock.acquire(timeout=max(seconds, 0.0))
-
-
 class Worker:
     """A thread that works in rounds, for as long as there is something to do."""
 
-    exit_priority: int | None = None
-    """Of `close` among what a child of multiprocessing does at its end, which is without atexit; None: nothing."""
+    def __init__(
+        self, name: str, refused: Callable[[RuntimeError], object] = bool, *, exit_priority: int | None = None
+    ) -> None:
+        """`refused` logs that the thread cannot be started, and why.
 
-    def __init__(self, name: str, refused: Callable[[RuntimeError], object] = bool) -> None:
-        """`refused` logs that the thread cannot be started, and why."""
-        self._name, self._refused = f"dblock {name}", refused
+        `exit_priority`: that of `close` among what a child of multiprocessing does at its end, which is without atexit.
+        """
+        self._name, self._refused, self._exit_priority = f"dblock {name}", refused, exit_priority
         self._thread: threading.Thread | None = None
-        self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
-        self._working = threading.Lock()
-        """Held during a round. An interrupted start may leave a thread that runs beside the next one."""
-        self.used = False
-        """Whether it was given something since the last round, so that it lives on."""
-        self._finalized = False
-        """Whether `close` is registered for the end of a child of multiprocessing."""
+        self._quiet = threading.Lock()
+        """Locked until it is woken: a binary semaphore, which a signal handler may set, too.
+
+        Not `SimpleQueue.get(timeout)`: before Python 3.13 a signal that interrupts it when its time is up makes it wait
+        for ever, as it goes on with the rest of the time, which is negative. So does stopping and continuing a process
+        that handles SIGCONT.
+        """
+        _ = self._quiet.acquire()
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
-        Infinity while none is sure to come: without a thread, with nothing to do, during a round that sets no time.
+        Infinity while none is sure to come: without a thread, and during the round after which it may end.
         """
 
     def round(self) -> float:
@@ -85,17 +60,18 @@ class Worker:
 
     def wake(self) -> RuntimeError | None:
         """Begin a round now, as something is due earlier than planned; returns why no thread can be started for it."""
-        self._woken.set()
+        with contextlib.suppress(RuntimeError):  # it is woken already
+            self._quiet.release()
         util = sys.modules.get("multiprocessing.util")
-        if util is not None and self.exit_priority is not None and not self._finalized:
-            self._finalized = True
-            util.Finalize(None, self.close, exitpriority=self.exit_priority)
+        if util is not None and (priority := self._exit_priority) is not None:
+            self._exit_priority = None  # once
+            util.Finalize(None, self.close, exitpriority=priority)
         with self._lock:  # a thread that is about to end decides so under it
             thread = self._thread
             if thread is not None and (thread.ident is None or thread.is_alive()):  # it is being started, or runs
                 return None
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
             except BaseException as error:
                 self._thread = None  # the next one who needs it tries again
@@ -107,25 +83,27 @@ class Worker:
 
     def wake_by(self, moment: float) -> None:
         """Begin a round at that local time at the latest."""
-        self.used = True
         if moment < self.wakes_at:
             _ = self.wake()
 
     def _work(self) -> None:
-        quiet = False
-        while True:
-            self.wakes_at, used, self.used = math.inf, self.used, False  # what comes during this round begins another
-            try:
-                with self._working:
-                    moment = self.round()
-            finally:  # before it decides to end: what comes after that wakes it, also if an error ends this thread
-                self.wakes_at = math.inf
-            rests = moment == math.inf and not (used or self.used)
-            with self._lock:
-                if self._thread is not threading.current_thread():
-                    return  # its start was interrupted: another one is started when needed
-                if rests and quiet and not self._woken.is_set():
-                    self._thread = None  # what comes from now on starts another one
-                    return
-            self.wakes_at = clock.now() + timing.DEFAULT.attention if moment == math.inf else moment
-            quiet = not self._woken.wait(max(self.wakes_at - clock.now(), 0.0)) and rests
+        with self._lock:  # not before `wake` has returned
+            if self._thread is not threading.current_thread():
+                return  # its start was interrupted: another one is started when needed
+        rests = False  # whether there was nothing to do, and nothing has come since
+        try:
+            while True:
+                latest = clock.now() + timing.DEFAULT.attention
+                # What comes during a round, and is due after the next one has begun, wakes it only if none may follow.
+                # Else a process that takes thousands of locks looks at all of them again and again.
+                self.wakes_at = math.inf if rests else latest
+                moment = self.round()
+                with self._lock:
+                    if rests and moment == math.inf and self._quiet.locked():
+                        self._thread = None  # what comes from now on starts another one
+                        return
+                self.wakes_at = min(moment, latest)
+                woken = self._quiet.acquire(timeout=max(self.wakes_at - clock.now(), 0.0))
+                rests = moment == math.inf and not woken
+        finally:
+            self.wakes_at = math.inf  # also if an error ends this thread

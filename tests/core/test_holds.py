@@ -11,8 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +46,7 @@ from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
-from tests.support.lab import until
+from tests.support.lab import renews, until
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -222,15 +220,6 @@ def test_a_shorter_grant_postpones_no_renewal(local: Clock) -> None:
     assert hold.lease.due == 149
 
 
-def test_a_hold_that_is_entered_again_is_renewed_again(local: Clock) -> None:
-    """Also by an entry with a shorter ttl: the watchdog had stopped, as nobody could leave the hold any more."""
-    hold = hold_of(local)
-    hold.lease.due = math.inf
-    local.time += 5
-    assert hold.lease.lengthen(Grant(TENURE, local.time, 3.0))
-    assert hold.lease.due == 110
-
-
 def test_lost_is_for_good(local: Clock) -> None:
     """An answer that comes when trust has ended revives nothing, whether or not somebody looked in between."""
     for look in (True, False):
@@ -329,6 +318,18 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     assert store.sent.count("renew") == 0
 
 
+def test_a_hold_that_is_entered_again_is_renewed_again(store: FakeStore) -> None:
+    """Renewals had ended, as an interrupt had left nobody who could leave the hold."""
+    hold = acquired(FakeLock(store))
+    hold.entries = [Entry(FakeLock(store), "with", lambda: None)]
+    runtime.current.watchdog.wake()
+    assert until(lambda: not hold.lease.renewing)
+    lock = FakeLock(store)
+    assert lock.acquire()
+    assert renews(hold)
+    lock.release()
+
+
 def test_adding_never_misses_the_watch(store: FakeStore, watch: Watchdog) -> None:
     """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
     for _ in range(300):
@@ -336,7 +337,6 @@ def test_adding_never_misses_the_watch(store: FakeStore, watch: Watchdog) -> Non
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
-        watch.used = False
         watch.wake()
     hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now(), 0.3))
     watch.add(hold)
@@ -468,6 +468,8 @@ def test_what_was_asked_back_is_renewed_when_its_holder_is_informed(store: FakeS
     before = hold.lease.renewed
     time.sleep(0.01)
     drive(renewal(store, hold))
+    assert hold.lease.due <= hold.lease.now()
+    drive(renewal(store, hold))
     assert store.sent == ["take", "renew", "alive", "renew"]
     assert hold.lease.renewed > before
     assert until(lambda: told == ["by an operator"])
@@ -523,27 +525,33 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
 
 
 def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after its answer once another one takes its place, and is used again if none can be started till then."""
-    keeper, given = Keeper(store, None, threading.RLock(), runtime.current._withdraw), SimpleQueue[Any]()
-    refused, run = [True], list[int]()
-    hangs: Any = SimpleNamespace(ready=False, give=given.put)
+    """Until its answer comes each renewal has a thread of its own, or none if none can be started."""
+    keeper, go, run = Keeper(store, None, threading.RLock(), runtime.current._withdraw), threading.Event(), list[str]()
 
-    def start() -> None:
-        if refused:
-            raise RuntimeError("can't start new thread")
-
-    def note() -> Steps[None]:
-        run.append(1)
+    def do(name: str, *, hangs: bool = False) -> Steps[None]:
         yield from ()
+        run.append(name)
+        assert not hangs or go.wait(20)
 
-    other: Any = SimpleNamespace(ready=True, start=start, give=lambda steps: steps and drive(steps))
-    monkeypatch.setattr("dblock.core.watchdog.keeper.Renewer", lambda: other)
-    keeper.renewer = hangs
-    keeper.begin(note())
-    assert (keeper.renewer, given.empty(), run) == (hangs, True, [])
-    refused.clear()
-    keeper.begin(note())
-    assert (keeper.renewer, given.get_nowait(), given.empty(), run) == (other, None, True, [1])
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keeper.begin(do("hangs", hangs=True))
+    thread = keeper.renewer
+    assert thread is not None
+    assert until(lambda: run == ["hangs"])
+    keeper.begin(do("apart"))
+    assert until(lambda: run == ["hangs", "apart"])
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        keeper.begin(do("refused"))
+        go.set()
+        assert until(lambda: thread.ready)
+        keeper.begin(do("again"))
+        assert until(lambda: run == ["hangs", "apart", "again"])
+    assert keeper.renewer is thread
+    thread.give(None)
+    assert until(lambda: not thread.is_alive())
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten(store: FakeStore, watch: Watchdog) -> None:

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+from dblock.core import clock
 from dblock.core.worker import Worker
+from tests.conftest import timed
 from tests.support.lab import threads, until
 
 
@@ -42,3 +44,33 @@ def test_a_start_that_was_interrupted_leaves_no_two_rounds_at_a_time(monkeypatch
     assert worker.wake() is None
     assert until(lambda: worker.begun >= 2 and not threads("dblock rounds"), 5)
     assert worker.most == 1
+
+
+class Given(Worker):
+    """Is given something in one of its rounds, after it has looked for what there is."""
+
+    def __init__(self, when: int) -> None:
+        super().__init__("given")
+        self.given, self.done, self.left = list[str](), list[str](), when
+
+    def round(self) -> float:
+        self.done += self.given
+        self.given.clear()
+        self.left -= 1
+        if not self.left:
+            self.given.append("late")
+            self.wake_by(clock.now() + 60)
+        return math.inf
+
+    def is_over(self) -> bool:
+        return bool(self.done) or not threads("dblock given")
+
+
+def test_what_comes_in_any_round_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the one after which the thread would have ended."""
+    timed(monkeypatch, attention=0.05)
+    for number in range(1, 5):
+        worker = Given(number)
+        assert worker.wake() is None
+        assert until(worker.is_over, 5)
+        assert worker.done or number == 4, "it had ended before"

@@ -40,7 +40,7 @@ class Deadlines(Worker):
 
     def arm(self, connection: Cuttable, moment: float) -> None:
         """Cut the connection at that local time, unless its statement has ended by then."""
-        self._due[connection], self.used = moment, True
+        self._due[connection] = moment
         if moment < self.wakes_at:
             _ = self.wake()
 

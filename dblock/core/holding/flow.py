@@ -23,8 +23,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar, Token
 from operator import call
 from typing import Any, Final, NamedTuple, Protocol
@@ -44,20 +43,6 @@ _CALL: Final[Callable[..., Any]] = call
 
 class Flow:
     """A flow: what it holds, by store and key, and its description."""
-
-    __slots__ = (
-        "__weakref__",
-        "_is_task",
-        "before",
-        "began",
-        "driver",
-        "holds",
-        "life",
-        "name",
-        "ref",
-        "takes",
-        "who",
-    )
 
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
         """`name` is the prefix of its owner tokens; `life` is its asyncio task, or dies with its thread."""
@@ -116,8 +101,6 @@ def nobody() -> None:
 
 class _Life:
     """An object that dies with its thread."""
-
-    __slots__ = ("__weakref__",)
 
 
 class _Thread(threading.local):
@@ -196,15 +179,9 @@ class Flows:
             return True
         return True
 
-    @contextmanager
-    def again(self, snapshot: Hold) -> Generator[None, None, None]:
-        """Let this thread see a read-only copy of the hold as its own."""
-        mine = self._of_context.get()
+    def see(self, snapshot: Hold) -> None:
+        """Let the current context see a read-only copy of the hold as its own."""
         self._begin(self.thread.life).holds = {(snapshot.store, snapshot.key): snapshot}
-        try:
-            yield
-        finally:
-            _ = self._of_context.set(mine)
 
     def leave_to_parent(self, parent: int) -> None:
         """In a forked child: mark the lock objects that the forking flow held as the parent's."""
@@ -319,11 +296,13 @@ class Hold:
         self.tenure: Tenure = grant.tenure
         self.key = key_of_share(grant.tenure.key)
         """The key that callers know it by: for a share, that of its door."""
+        self.renews = options.renew and store.renewable
+        """Whether its lease is renewed for as long as somebody can release it, and no longer than its `max_hold`."""
         self.lease = Lease(
             grant,
             store.database.now,
             grace=options.grace,
-            renewing=options.renew and store.renewable,
+            renewing=self.renews,
             pace=timing.DEFAULT.attention if options.on_revoke else math.inf,
         )
         self.grant = grant
@@ -363,7 +342,7 @@ class Hold:
     def snapshot(self) -> Hold:
         """A copy that does not change when its flow enters and leaves."""
         twin = copy.copy(self)
-        twin.is_snapshot, twin.lease, twin.outer = True, self.lease.snapshot(), None
+        twin.is_snapshot, twin.lease, twin.outer = True, copy.copy(self.lease), None
         # Without the ends of their blocks: one may end before the callbacks of its lock object are called.
         entered = [(each.lock, each.kind) for each in self.entries] + [(self.leaving, "acquire")]
         twin.entries = [Entry(lock, kind) for lock, kind in entered if lock is not None]

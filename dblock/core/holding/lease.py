@@ -9,7 +9,6 @@ instructions. Reading the state takes the lock only when there is something to d
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable
@@ -65,7 +64,7 @@ class Lease:
     def state(self) -> State:
         if self.remaining() <= 0:
             return "lost"
-        return "at_risk" if self.renewing and self.now() >= self.late_from else "held"
+        return "at_risk" if self.now() >= self.late_from else "held"
 
     @property
     def held(self) -> float:
@@ -81,16 +80,11 @@ class Lease:
         """The local time from which a missing renewal is late; infinity if it is not renewed."""
         return min(self.renewed + self.term / 2, self.trusted_until) if self.renewing else math.inf
 
-    def renewal(self) -> tuple[float, float, int]:
-        """The ttl and the life for a renewal, and the number of resets to pass to `lengthen`."""
-        with self._mutex:
-            return self.ttl, self.life, self.resets
-
     def lengthen(self, grant: Grant, resets: int | None = None) -> bool:
         """Trust it for longer; False if it was lost before the answer came.
 
-        A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal. It begins them again if the
-        watchdog had stopped them, as nobody could leave the hold any more.
+        A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal. `resets`: how many there were
+        when the renewal was begun.
         """
         with self._mutex:
             if self.loss is not None or self.now() >= self.trusted_until:
@@ -102,8 +96,6 @@ class Lease:
                     self.renewed, self.term = grant.sent, min(self.ttl, grant.lasts)
                     self.due = grant.sent + min(self.term / 3, self.pace) if self.renewing else self.trusted_until
                     self.reason_if_lost = None
-                elif self.renewing and self.due == math.inf:
-                    self.due = self.renewed + min(self.term / 3, self.pace)
             return True
 
     def reset(self, ttl: float, until: float) -> None:
@@ -132,11 +124,6 @@ class Lease:
             told, self.reported = self.reported, True
         return not told
 
-    def give_up(self) -> bool:
-        """Mark it lost because its process releases all locks; False if it was lost for another reason before."""
-        _ = self.lose(Loss(Reason.RELEASED))
-        return self.loss is not None and self.loss.reason is Reason.RELEASED
-
     def explain(self, loss: Loss) -> None:
         """Mark it lost for the reason that the database gives.
 
@@ -149,9 +136,3 @@ class Lease:
                 known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}
                 told = before if known else loss
                 self.loss = told._replace(holder=loss.holder, words=loss.words, stalled=before.stalled)
-
-    def snapshot(self) -> Lease:
-        """A copy that does not change."""
-        twin = copy.copy(self)
-        twin._mutex = threading.RLock()
-        return twin

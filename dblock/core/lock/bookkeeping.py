@@ -107,7 +107,7 @@ def forget(hold: Hold) -> None:
     The caller that removes it from the watchdog releases it: if `release_all` was faster, that does.
     """
     if not runtime.current.watchdog.discard(hold):
-        _ = hold.lease.give_up()
+        _ = hold.lease.lose(Loss(Reason.RELEASED))
     take_out(hold)
 
 

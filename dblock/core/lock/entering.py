@@ -282,6 +282,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     begins, kept = not hold.locks(), hold.open_entries()
     term = () if lease.renewing and ttl <= lease.ttl else (ttl, ttl + lease.grace)
     grant = yield from tenures.set_count(database, hold.tenure, len(kept) + 1, *term)
+    lease.renewing = hold.renews  # again, if nobody could leave it any more
     if grant is None or not lease.lengthen(grant):
         return False
     _ = runtime.current.watchdog.add(hold)  # the watchdog may have dropped it

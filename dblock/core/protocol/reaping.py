@@ -2,8 +2,8 @@
 
 One pass goes through a table in the order of its primary key, a page at a time, and reads each row once: no statement
 is long, however large the table. One statement deletes the old rows of a page; it checks for each that it is old, and
-locks no others. So a database that flushes each commit does that once for a page. If it deleted nothing, perhaps
-because a transaction has locked one of the rows, they are deleted one by one.
+locks no others. So a database that flushes each commit does that once for a page. While a transaction has locked one of
+these rows they stay: a later pass deletes them.
 
 Any number of passes may run at once and stop anywhere: each statement is a transaction of its own.
 
@@ -13,6 +13,7 @@ Rule: it blocks others for at most the time of one statement, and works for a te
 from __future__ import annotations
 
 import json
+import math
 from typing import Final, NamedTuple
 
 from dblock.core.protocol.sending import Database, send
@@ -36,46 +37,30 @@ def reap(database: Database, retention: float) -> Steps[Reaped]:
 
 
 _REST: Final = 9
-"""Each statement is followed by a pause of so many times its duration."""
+"""What is done with a page is followed by a pause of so many times its duration."""
 
 
 def _tidy(database: Database, find: Statement, delete: Statement, retention: float) -> Steps[int]:
     """Go through a table once with `find`, and delete the old rows with `delete`; returns their number."""
+    # In a file it may wait for another writer for half of that; then it tries again.
+    brief = 2 * database.timing.settle if database.dialect.single_writer else math.inf
     deleted, after = 0, ""
     while True:
         began = database.now()
-        found = yield from _send(database, find, {"after": after, "retention": retention})
-        names = [name for name, old in found if old]
-        gone = yield from _delete(database, delete, names, retention)  # at once, as a reader may come
-        yield from _rest(database, began)
+        found = yield from _send(database, find, {"after": after, "retention": retention}, math.inf)
+        if names := [name for name, old in found if old]:  # deleted at once, as a reader may come
+            listed = Masked(json.dumps(names, ensure_ascii=False))
+            deleted += len((yield from _send(database, delete, {"names": listed, "retention": retention}, brief)))
+        # What took long has mostly waited.
+        yield from sleep(database.store, min((database.now() - began) * _REST, database.timing.attention))
         if not found:
             return deleted
         after = found[-1][0]
-        if not gone and len(names) > 1:  # one of them is locked
-            for name in names:
-                began = database.now()
-                gone += yield from _delete(database, delete, [name], retention)
-                yield from _rest(database, began)
-        deleted += gone
 
 
-def _delete(database: Database, delete: Statement, names: list[str], retention: float) -> Steps[int]:
-    if not names:
-        return 0
-    given: Parameters = {"names": Masked(json.dumps(names, ensure_ascii=False)), "retention": retention}
-    brief = database.timing.statement_timeout
-    if database.dialect.single_writer:  # it may wait for another writer for half of that; then it tries again
-        brief = 2 * database.timing.settle
-    return len((yield from _send(database, delete, given, brief)))
-
-
-def _send(database: Database, statement: Statement, parameters: Parameters, brief: float | None = None) -> Steps[Rows]:
-    began = database.now()
-    until, answer_by = began + database.timing.retry_budget, None if brief is None else began + brief
-    _, rows = yield from send(database, statement, parameters, until, resend=True, answer_by=answer_by)
+def _send(database: Database, statement: Statement, parameters: Parameters, brief: float) -> Steps[Rows]:
+    """The rows of a statement that is sent until the retry budget is used up; `brief`: longest time for an answer."""
+    now = database.now()
+    until = now + database.timing.retry_budget
+    _, rows = yield from send(database, statement, parameters, until, resend=True, answer_by=now + brief)
     return rows
-
-
-def _rest(database: Database, began: float) -> Steps[None]:
-    """Pause after statements that began at that local time; one that took long has mostly waited."""
-    yield from sleep(database.store, min((database.now() - began) * _REST, database.timing.attention))

@@ -1,9 +1,9 @@
 """The keeper of one database: runs what this process does there in the background.
 
-Renewals and heartbeats run in one thread, which is started before the first lease that needs it is returned. If its
-statement hangs, another thread takes its place. Everything else (deleting places, reaping, writing the history) may
-take minutes, and runs in threads of its own. With an asynchronous driver there is a keeper for each event loop, whose
-tasks run all of it.
+Renewals and heartbeats run in one thread, which is started before the first lease that needs it is returned. While its
+statement hangs, each further one has a thread of its own. So has everything else (deleting places, reaping, writing the
+history), which may take minutes. With an asynchronous driver there is a keeper for each event loop, whose tasks run all
+of it.
 
 Rule: it fails softly. What cannot begin, or fails, is logged, and begins again when it is next due.
 """
@@ -68,23 +68,19 @@ class Renewer(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="dblock renewal", daemon=True)
         self._given = SimpleQueue[Steps[None] | None]()
-        self._idle = True
-
-    @property
-    def ready(self) -> bool:
-        """Whether the thread runs and has nothing under way."""
-        return self._idle and self.is_alive()
+        self.ready = True
+        """Whether it has nothing under way."""
 
     def give(self, steps: Steps[None] | None) -> None:
         """Run the steps, if it is ready."""
-        self._idle = False
+        self.ready = False
         self._given.put(steps)
 
     def run(self) -> None:
         while (steps := self._given.get()) is not None:
             drive(steps)
             del steps
-            self._idle = True
+            self.ready = True
 
 
 class Keeper:
@@ -115,20 +111,16 @@ class Keeper:
         return bool(self.left) or going_on(self._withdrawal)
 
     def ensure(self) -> Renewer:
-        """The thread for renewals, which is ready; RuntimeError if none can be started."""
+        """The thread for renewals, which runs; RuntimeError if it cannot be started."""
         with self._lock:
-            hangs = self.renewer
-            if hangs is not None and hangs.ready:
-                return hangs
-            self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
-            try:
-                made.start()
-            except RuntimeError:
-                self.renewer = hangs
-                raise
-            if hangs is not None:
-                hangs.give(None)  # it ends after its answer
-            return made
+            if self.renewer is None or not self.renewer.is_alive():
+                self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
+                try:
+                    made.start()
+                except RuntimeError:
+                    self.renewer = None
+                    raise
+            return self.renewer
 
     def look(self) -> float:
         """Do what is due; returns the seconds until the next heartbeat."""
@@ -156,10 +148,10 @@ class Keeper:
             if self.loop is not None:
                 self.tasks.add(work)
                 self.loop.call_soon_threadsafe(self._begin_task, work)
-            elif long:
-                _ = start(partial(run_apart, work, self.store), "housekeeping")
+            elif not long and (renewer := self.ensure()).ready:
+                renewer.give(work)
             else:
-                self.ensure().give(work)
+                _ = start(partial(run_apart, work, self.store), "housekeeping" if long else "renewal")
         except RuntimeError as error:  # the loop is closed; out of threads, or the interpreter is ending
             steps.close()  # they are not going on
             warn("cannot work in the background for %s, trying again: %s", self.store.name, error)

@@ -28,13 +28,14 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import Context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dblock.core import clock, timing
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import Reason
+from dblock.core.errors import Loss, Reason
 from dblock.core.holding.flow import Flows, Hold
 from dblock.core.log import warn
 from dblock.core.observing.events import Kind
@@ -51,20 +52,10 @@ Where = tuple[Store, Any]
 """A database, and the event loop that its steps run on: None for threads."""
 
 
-class Writes(Protocol):
-    """Rows that are to be written in the background (see `dblock.operating.history`)."""
-
-    def begin(self, *, ripe: float = 0.0) -> Iterable[tuple[Store, Any, Steps[None]]]: ...
-
-    @property
-    def pending(self) -> bool: ...
-
-
 class Watchdog(Worker):
     """Watches all holds of this process."""
 
     keeps: type[Keeper] = Keeper
-    exit_priority = 0
 
     def __init__(
         self,
@@ -77,13 +68,13 @@ class Watchdog(Worker):
 
         `prune` closes idle connections whose time is up, without waiting for a server; true: it has to be called again.
         """
-        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"))
+        super().__init__("watchdog", partial(warn, "cannot watch over leases: %s"), exit_priority=0)
         self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._keepers: dict[Where, Keeper] = {}
-        self.histories: Writes | None = None
-        """The events to write; None if no store keeps a history."""
+        self.histories: Any = None
+        """The events to write, `dblock.operating.history.Histories`; None if no store keeps a history."""
         self._ending: tuple[list[Hold], threading.Event] | None = None
         """The holds to release at the end of the process, and what is set when that is done."""
 
@@ -91,7 +82,7 @@ class Watchdog(Worker):
 
     def add(self, hold: Hold) -> RuntimeError | None:
         """Watch a hold from now on; returns why no thread can be started that its renewal needs, if so."""
-        refused, where, self.used = None, (hold.store, hold.loop), True
+        refused, where = None, (hold.store, hold.loop)
         with self._lock:
             self._holds[hold] = None
             self._by_key[hold.store, hold.tenure.key] = hold
@@ -124,7 +115,7 @@ class Watchdog(Worker):
         given_up = list[Hold]()
         for hold in reversed(list(self._holds)):
             if hold.store is store and self.discard(hold):  # else its flow is releasing it
-                if hold.lease.give_up():
+                if hold.lease.lose(Loss(Reason.RELEASED)):
                     given_up.append(hold)
                 self.announce(hold)
         return given_up
@@ -203,37 +194,34 @@ class Watchdog(Worker):
         locks = hold.locks()
 
         def call_all() -> None:
-            with self._flows.again(hold):
-                for call in (call for lock in locks for call in who_hears(lock)):
-                    try:
-                        _ = call()
-                    except Exception as error:  # noqa: BLE001 - a user's
-                        warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)
+            self._flows.see(hold)
+            for call in (call for lock in locks for call in who_hears(lock)):
+                try:
+                    _ = call()
+                except Exception as error:  # noqa: BLE001 - a user's
+                    warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)
 
         if locks:
-            deliveries.put(call_all)
+            deliveries.put(partial(Context().run, call_all))
 
     # -- the watching thread
 
     def round(self) -> float:
-        # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
-        # Else a process that takes thousands of locks looks at all of them again and again.
-        self.wakes_at = latest = clock.now() + timing.DEFAULT.attention
         try:
             if self._ending is not None:
                 (holds, ended), self._ending = self._ending, None
                 self._release_and_write(holds)
                 ended.set()
             soonest, idle = clock.now() + self._look_at_all(), self._prune()
-            if deliveries.stranded:
+            if deliveries.pending:  # perhaps no thread could be started
                 _ = deliveries.wake()
             for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2) if self.histories else ():
                 self._keeper(store, loop).begin(steps, long=True)
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
             warn("the watchdog failed in one round, and continues: %r", error)
-            return latest
-        busy = idle or self._holds or self._keepers or self._unfinished or deliveries.stranded
-        return min(soonest, latest) if busy else math.inf
+            return clock.now() + timing.DEFAULT.attention
+        busy = idle or self._holds or self._keepers or self._unfinished or deliveries.pending
+        return min(soonest, clock.now() + timing.DEFAULT.attention) if busy else math.inf
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
@@ -269,14 +257,12 @@ class Watchdog(Worker):
         if lease.renewing and hold.orphaned:
             warn("%r was never released by a thread or task that has ended", hold.shown)
             lease.renewing = False
+        elif lease.renewing and not hold.can_be_released:
+            warn("a `with` on %r was interrupted before it was left: its lease expires", hold.shown)
+            lease.renewing = False  # unless its flow enters it again
         if now >= lease.acquired + hold.max_hold or (hold.loop is not None and hold.loop.is_closed()):
             lease.renewing = False
         if not lease.renewing:
-            return left
-        if not hold.can_be_released:
-            if not hold.risk_reported:
-                warn("a `with` on %r was interrupted before it was left: its lease expires", hold.shown)
-            hold.risk_reported, lease.due = True, math.inf  # unless its flow enters it again
             return left
         late = lease.late_from - now
         if late > 0:
