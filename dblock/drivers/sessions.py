@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -101,8 +100,8 @@ def set_up(
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
-        connection.shutdown_fd = os.dup(connection.descriptor)
-        _keep_alive(connection.shutdown_fd)
+        connection.wire = socket.fromfd(connection.descriptor, -1, -1)
+        _keep_alive(connection.wire)
     if vendor != "sqlite":
         connection.question = question or partial(_rows, connection.raw, "SELECT 1")
     from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
@@ -155,19 +154,15 @@ def name_of(purpose: str, application: str) -> str:
     return f"{PREFIX}{purpose} of {application}" if application else f"{PREFIX}{purpose}"
 
 
-def _keep_alive(descriptor: int) -> None:
+def _keep_alive(wire: socket.socket) -> None:
     """Let the kernel check sooner than by default whether the other side of a TCP connection is still there."""
-    sock = socket.socket(fileno=descriptor)
-    try:
-        if sock.family not in {socket.AF_INET, socket.AF_INET6}:
-            return
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                known = sock.getsockopt(socket.IPPROTO_TCP, option)
-                sock.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
-    finally:
-        _ = sock.detach()
+    if wire.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            known = wire.getsockopt(socket.IPPROTO_TCP, option)
+            wire.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
 
 
 def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any]) -> None:

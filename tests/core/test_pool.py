@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -103,20 +104,20 @@ def test_each_event_loop_has_its_own() -> None:
 def test_a_descriptor_that_somebody_has_closed() -> None:
     """What cannot be cut does not end the watch over all others."""
     deadlines = Deadlines()
-    reader, writer = os.pipe()
-    os.close(writer)
-    broken, sound = PooledConnection(shutdown_fd=writer), PooledConnection(shutdown_fd=reader)
+    ours, theirs = socket.socketpair()
+    broken, sound = PooledConnection(wire=ours), PooledConnection(wire=theirs)
+    os.close(ours.fileno())
     for connection in (broken, sound):
         deadlines.arm(connection, soon(0.01))
         assert until(partial(getattr, connection, "overdue"))
         assert not deadlines.disarm(connection)
-    broken.shutdown_fd = -1
+    _ = ours.detach()
 
 
 def test_a_deadline_cuts_no_later_statement() -> None:
     """A connection that sends again while the round, which has seen its old deadline, cuts another one."""
     deadlines, later = Deadlines(), soon(60)
-    reused = PooledConnection(shutdown_fd=os.open(os.devnull, os.O_RDONLY))
+    reused = PooledConnection(wire=socket.socket())
 
     def answered() -> None:
         assert deadlines.disarm(reused)
@@ -129,8 +130,6 @@ def test_a_deadline_cuts_no_later_statement() -> None:
     assert deadlines.disarm(reused)
     assert not reused.overdue
     _ = deadlines.wake()  # its thread does not wait a minute before it ends
-    os.close(reused.shutdown_fd)
-    reused.shutdown_fd = -1
 
 
 def test_other_calls_are_made_at_their_time() -> None:
@@ -160,7 +159,7 @@ class AskedPool(Pool):
 
     def open(self, connection: PooledConnection) -> None:
         super().open(connection)
-        connection.shutdown_fd, connection.question = os.open(os.devnull, os.O_RDONLY), lambda: None
+        connection.wire, connection.question = socket.socket(), lambda: None
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         self.asked.append((connection, until - clock.now()))

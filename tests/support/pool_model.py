@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,8 +32,9 @@ FAULTS = (
     *("fails", "cancel", "hangs", "close_all", "close_loop", "fork"),
 )
 """What can go wrong, once in a world."""
-NO_DESCRIPTOR = 2**20
-"""Of no socket: what it is cut with fails."""
+NO_WIRE = socket.socket()
+"""Whoever cuts a connection by it fails."""
+NO_WIRE.close()
 
 
 class Refused(Exception):
@@ -189,7 +191,7 @@ class ModelPool(AutocommitPool):
         self._world.stop("open")
         connection.raw = Raw()
         self._world.raws.add(connection.raw)
-        connection.question, connection.shutdown_fd = bool, NO_DESCRIPTOR
+        connection.question, connection.wire = bool, NO_WIRE
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         raw: Raw = connection.raw

@@ -9,17 +9,13 @@ import contextlib
 import math
 import os
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from dblock.core import clock, timing
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup.registry import Wakeup
-
-FD_LOCK: Final = threading.RLock()
-"""Held while a descriptor is used or closed, and during a fork."""
 
 
 class Waiter(Wakeup):
@@ -69,8 +65,8 @@ class PooledConnection:
     """What to return to the engine's own pool."""
     descriptor: int = -1
     """Descriptor of its socket, if it has one."""
-    shutdown_fd: int = -1
-    """A duplicate of that descriptor, which stays valid whatever the driver does with its own; -1: it cannot be cut."""
+    wire: socket.socket | None = None
+    """A duplicate of its socket, which stays valid whatever the driver does with its own; None: it cannot be cut."""
     overdue: bool = False
     """Whether it was cut."""
     busy_timeout: int = 0
@@ -106,13 +102,9 @@ class PooledConnection:
         """End the call that waits for an answer on it. Its flow may notice late, so it counts as in use no more."""
         self.overdue = True
         self.in_use.discard(id(self))
-        with FD_LOCK, contextlib.suppress(OSError):  # the application may have closed all descriptors
-            if self.shutdown_fd >= 0:
-                handle = socket.socket(fileno=self.shutdown_fd)
-                try:
-                    handle.shutdown(socket.SHUT_RDWR)
-                finally:
-                    _ = handle.detach()
+        if self.wire is not None:
+            with contextlib.suppress(OSError):  # it has ended, or the application has closed all descriptors
+                self.wire.shutdown(socket.SHUT_RDWR)
 
     def disconnect_in_child(self) -> None:
         """In a forked child: end a call that waits for an answer, which the parent will get; the server sees nothing.
@@ -120,17 +112,16 @@ class PooledConnection:
         So a child that was forked in a signal handler during a statement does not hang.
         """
         with contextlib.suppress(OSError):  # closed
-            if self.shutdown_fd >= 0 and os.path.sameopenfile(self.descriptor, self.shutdown_fd):
+            if self.wire is not None and os.path.sameopenfile(self.descriptor, self.wire.fileno()):
                 ours, theirs = socket.socketpair()
                 theirs.close()
                 _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
                 ours.close()
 
-    def __del__(self, lock: Any = FD_LOCK, close: Callable[[int], None] = os.close) -> None:
+    def __del__(self) -> None:
         self.in_use.discard(id(self))
-        with lock:  # by default values, which are still there when the interpreter ends
-            if self.shutdown_fd >= 0:
-                try:  # noqa: SIM105 - contextlib may be gone
-                    close(self.shutdown_fd)
-                except OSError:
-                    pass
+        if self.wire is not None:
+            try:  # noqa: SIM105 - contextlib may be gone when the interpreter ends
+                self.wire.close()
+            except OSError:
+                pass

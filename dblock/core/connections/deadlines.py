@@ -54,7 +54,7 @@ class Deadlines(Worker):
 
         By default it has as long as a statement.
         """
-        if connection.shutdown_fd < 0:
+        if connection.wire is None:
             return ask()
         try:
             self.arm(connection, clock.now() + timing.DEFAULT.statement_timeout if moment is None else moment)

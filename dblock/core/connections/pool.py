@@ -81,7 +81,7 @@ class AutocommitPool:
     # -- what a face provides
 
     def open(self, connection: PooledConnection) -> None:
-        """Open it: set `raw`, in autocommit mode, and `prepared` and `shutdown_fd` where possible."""
+        """Open it: set `raw`, in autocommit mode, and `prepared` and `wire` where possible."""
         raise NotImplementedError
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
@@ -296,7 +296,7 @@ class AutocommitPool:
         closed with it, as the network has probably dropped them too. The part is long enough for the round trip that
         was measured when the session was set up.
         """
-        if connection.question is None or connection.shutdown_fd < 0:
+        if connection.question is None or connection.wire is None:
             return True
         now = clock.now()
         left = until - now

@@ -87,7 +87,7 @@ class BaseStore:
             raise LockStoreError(f"{self._described} is another one than the one that was meant")
         deadlines, latency = runtime.current.deadlines, self.database.latency
         latency.answered = max(latency.answered, connection.idle_since)
-        watched, in_time = connection.shutdown_fd >= 0, True
+        watched, in_time = connection.wire is not None, True
         # On SQLite, for other writers: half of the rest, so that the holder can be read; then the protocol tries again.
         patience = max(1, math.ceil(min(timing.single_try, (until - now) / 2) * 1000))
         try:
