@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from dblock.core import runtime
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.kill_query_listener import open_listener
@@ -100,18 +101,19 @@ def subscribed(
     channel: str,
     wakeups: Wakeups,
 ) -> Subscription | None:
-    """A listener on a connection of its own, by KILL QUERY or by `make`; None behind a pooler."""
-    connection = pool.open_apart()
+    """A listener on a connection of its own, by KILL QUERY or by `make`; None where that cannot be notified."""
+    found: Subscription | None = None
+    connection = PooledConnection(loop=pool.loop(), purpose="listener")
+    pool.open(connection)
     close = partial(pool.close, connection, broken=True)
     try:
-        if store.database.dialect.sleep_until_killed is not None:
-            return open_listener(store, connection, close, channel, wakeups)
-        if connection.direct:
+        if connection.direct and store.database.dialect.sleep_until_killed is not None:
+            found = open_listener(store, connection, close, channel, wakeups)
+        elif connection.direct:
             driver = getattr(connection.raw, "driver_connection", connection.raw)
             begun = partial(make, driver, channel, partial(pool.ask, connection), close)
-            return runtime.current.deadlines.bound(connection, begun)
-    except BaseException:
-        close()
-        raise
-    close()
-    return None
+            found = runtime.current.deadlines.bound(connection, begun)
+    finally:
+        if found is None:
+            close()
+    return found

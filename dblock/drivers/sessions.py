@@ -172,7 +172,6 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
         connection.direct = process is not None and bool(ask(_POSTGRESQL.format(process=process, name=name)))
         connection.round_trip = clock.now() - begun
         return
-    connection.direct = True
     if vendor == "sqlite":
         connection.busy_timeout = int(timing.DEFAULT.single_try * 500)  # a try must find out here too that it is busy
         _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
@@ -183,9 +182,9 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
     _ = ask(_MYSQL)
     connection.round_trip = clock.now() - begun
     server = [str(name) for name, *_ in _rows(connection.raw, _SERVER)]
-    connection.mariadb, connection.galera = "version" in server, "wsrep_on" in server
-    connection.certified = connection.galera or "group_replication_group_name" in server
-    if connection.galera:
+    connection.mariadb, connection.direct = "version" in server, "wsrep_on" not in server
+    connection.certified = not connection.direct or "group_replication_group_name" in server
+    if not connection.direct:
         _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
     elif connection.certified and "group_replication_single_primary_mode" in server:
         _ = ask("SET SESSION group_replication_consistency = 'BEFORE'")  # else a tenure may have yet to arrive here

@@ -74,11 +74,10 @@ class PooledConnection:
     wal: bool = False
     """Whether its SQLite file has a write-ahead log."""
     direct: bool = False
-    """Whether it leads to one session; False behind a pooler that may use another session for each transaction."""
+    """Whether it leads to one session, which others can notify; False behind a pooler that may use another session for
+    each transaction, and on a node of a Galera cluster, whose sessions are not known to the other nodes."""
     mariadb: bool | None = None
     """True on MariaDB, False on MySQL, as the server's own parser tells; None on other databases."""
-    galera: bool = False
-    """Whether its server is a node of a Galera cluster."""
     certified: bool = False
     """Whether the server is a node of a Galera cluster, or of a replication group of MySQL."""
     idle_since: float = -math.inf

@@ -129,12 +129,6 @@ class AutocommitPool:
             found = self._take_in_turn(Waiter(until, loop, rank | 1))
         return found
 
-    def open_apart(self) -> PooledConnection:
-        """A connection to listen on, which is never returned; for a thread or task of its own."""
-        listener = PooledConnection(loop=self.loop(), purpose="listener")
-        self.open(listener)
-        return listener
-
     def ask(self, connection: PooledConnection, until: float) -> None:
         """Probe the server, if there is one; raises unless it answers by that local time."""
         if connection.question is not None:

@@ -94,14 +94,10 @@ class KillQueryListener:
 def open_listener(
     store: BaseStore, connection: PooledConnection, close: Callable[[], object], channel: str, wakeups: Wakeups
 ) -> KillQueryListener | None:
-    """A listener on a connection of its own; None, with the connection closed, where KILL QUERY cannot reach it.
+    """A listener on a connection of its own; None where KILL QUERY cannot reach it.
 
-    That is where a proxy sends sessions to different servers, or changes the session between statements, and on a
-    Galera cluster, where the releaser may be at another node.
+    That is where a proxy sends sessions to different servers, or changes the session between statements.
     """
-    if connection.galera:
-        _ = close()
-        return None
     listener = KillQueryListener(store, connection, close, channel, wakeups)
     call = cast("Statement", store.database.dialect.call)
     try:
@@ -111,6 +107,5 @@ def open_listener(
     except LockStoreError as error:
         if isinstance(error, PASSING):  # that may pass
             raise
-        listener.close()
         return None
     return listener
