@@ -84,8 +84,8 @@ class PooledConnection:
     """The local time at which it was returned or set up, and the server had answered; or at which its opening began."""
     purpose: str = "locks"
     """Purpose of its session, part of the name that the server shows."""
-    question: Callable[[], object] | None = None
-    """Probes the server with a trivial query; None where there is no server."""
+    question: Callable[[], object] = bool
+    """Probes the server with a trivial query, if there is a server."""
     round_trip: float = 0.0
     """Seconds that the server took to answer when the session was set up."""
     opening_for: Waiter | None = None

@@ -23,7 +23,6 @@ Rule: the faces define what a connection is, and where its driver waits (in a th
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from bisect import insort
@@ -47,8 +46,6 @@ KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
 HANGING: Final = 5
 """While so many openings are not expected any more, no take begins another one; while twice as many, nobody does."""
-RESTING: Final = 1
-"""Idle connections that a pool keeps for ever."""
 
 background: Final = ContextVar("dblock background", default=False)
 """Whether the running thread or task does work that no caller waits for."""
@@ -121,18 +118,18 @@ class AutocommitPool:
             first = self._line[0].rank if self._line else -1
             if first < 2 * critical and len(self._in_use[critical]) < self._most[critical]:
                 found = self._lend(loop, self._in_use[critical])
-        if found is None:
-            found = self._take_in_turn(Waiter(until, loop, rank))
-        while found.closed or (  # the parent's, if a fork came between
-            clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until)
+        while (
+            found is None
+            or found.closed  # the parent's, if a fork came between
+            or (clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until))
         ):
-            found = self._take_in_turn(Waiter(until, loop, rank | 1))
+            found = self._take_in_turn(Waiter(until, loop, rank))
+            rank |= 1
         return found
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         """Probe the server, if there is one; raises unless it answers by that local time."""
-        if connection.question is not None:
-            _ = self.deadlines.bound(connection, connection.question, until)
+        _ = self.deadlines.bound(connection, connection.question, until)
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
@@ -159,9 +156,9 @@ class AutocommitPool:
     def prune(self) -> bool:
         """Close what has been idle for too long, except the last; whether others are left that will have been."""
         with self._mutex:
-            while self._idle[RESTING:] and self._idle[0].idle_since < clock.now() - timing.DEFAULT.idle_session:
+            while self._idle[1:] and self._idle[0].idle_since < clock.now() - timing.DEFAULT.idle_session:
                 self.in_background(self._close, self._idle.pop(0))
-            return len(self._idle) > RESTING
+            return len(self._idle) > 1
 
     def close_all(self) -> None:
         """Close all idle connections, and the others when they are returned.
@@ -177,8 +174,6 @@ class AutocommitPool:
         for connection in parents:
             connection.disconnect_in_child()
             connection.closed = True
-        for waiter in self._line:  # of the parent's threads; the one that survives gives up
-            waiter.until = -math.inf
         for each in (*self._in_use, self._line):
             each.clear()
         self._idle, self._all, self._mutex = [], weakref.WeakValueDictionary(), threading.RLock()
@@ -273,7 +268,7 @@ class AutocommitPool:
         except BaseException as error:  # noqa: BLE001 - raised for the waiter
             connection.raw = None
             with self._mutex:
-                if waiter is not None and waiter in self._line:
+                if waiter in self._line:
                     waiter.error = error
                     waiter.notify()
                 else:  # nobody else does so
@@ -290,18 +285,14 @@ class AutocommitPool:
         closed with it, as the network has probably dropped them too. The part is long enough for the round trip that
         was measured when the session was set up.
         """
-        if connection.question is None or connection.wire is None:
-            return True
         now = clock.now()
-        left = until - now
-        answer = max(timing.DEFAULT.question, 2 * connection.round_trip, left * PROBE_SHARE)
+        answer = max(timing.DEFAULT.question, 2 * connection.round_trip, (until - now) * PROBE_SHARE)
         try:
-            self.ask(connection, now + min(answer, left / 2))
+            self.ask(connection, min(now + answer, until))
         except BaseException as error:
-            self._close(connection, broken=True)  # an answer may yet come
+            self.drop(connection, others=isinstance(error, Exception))  # an answer may yet come
             if not isinstance(error, Exception):  # interrupted
                 raise
-            self._close_idle(broken=True)
             return False
         return True
 
