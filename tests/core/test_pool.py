@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,13 +39,6 @@ class Pool(AutocommitPool):
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         how = "terminate" if broken else "close"
         self.told.append(f"{how} after a cut" if connection.overdue else how)
-
-
-class Due:
-    """Anything that is due at a time, and makes a call then."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.cut = call
 
 
 class Loop:
@@ -108,9 +100,9 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
     broken, sound = PooledConnection(wire=ours), PooledConnection(wire=theirs)
     os.close(ours.fileno())
     for connection in (broken, sound):
-        deadlines.arm(connection, soon(0.01))
+        deadlines.arm(connection.cut, soon(0.01))
         assert until(partial(getattr, connection, "overdue"))
-        assert not deadlines.disarm(connection)
+        assert not deadlines.disarm(connection.cut)
     _ = ours.detach()
 
 
@@ -120,14 +112,14 @@ def test_a_deadline_cuts_no_later_statement() -> None:
     reused = PooledConnection(wire=socket.socket())
 
     def answered() -> None:
-        assert deadlines.disarm(reused)
-        deadlines.arm(reused, later)
+        assert deadlines.disarm(reused.cut)
+        deadlines.arm(reused.cut, later)
 
-    deadlines.arm(Due(answered), moment := clock.now() - 0.1)  # the first that is due
-    deadlines._due[reused] = moment
+    deadlines.arm(answered, moment := clock.now() - 0.1)  # the first that is due
+    deadlines._due[reused.cut] = moment
     _ = deadlines.round()
-    assert deadlines._due == {reused: later}
-    assert deadlines.disarm(reused)
+    assert deadlines._due == {reused.cut: later}
+    assert deadlines.disarm(reused.cut)
     assert not reused.overdue
     _ = deadlines.wake()  # its thread does not wait a minute before it ends
 
@@ -141,7 +133,7 @@ def test_other_calls_are_made_at_their_time() -> None:
         made.append((number, clock.now() >= moment))
 
     for number, seconds in ((2, 0.06), (1, 0.02), (3, 0.1)):
-        deadlines.arm(Due(partial(make, number, begun + seconds)), begun + seconds)
+        deadlines.arm(partial(make, number, begun + seconds), begun + seconds)
     assert until(lambda: len(made) == 3)
     assert sorted(made) == [(1, True), (2, True), (3, True)]
 

@@ -93,7 +93,7 @@ class BaseStore:
         try:
             try:
                 if watched:
-                    deadlines.arm(connection, until)
+                    deadlines.arm(connection.cut, until)
                 if 0 < connection.busy_timeout != patience:
                     _bound_sqlite(connection, patience)
                 rows = self._perform(connection, step)
@@ -101,7 +101,7 @@ class BaseStore:
                     rows = without_secrets(statement, rows)
             finally:
                 if watched:
-                    in_time = deadlines.disarm(connection)
+                    in_time = deadlines.disarm(connection.cut)
         except self._errors as error:
             leave_out_driver(error)
             if not in_time:
