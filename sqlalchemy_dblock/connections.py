@@ -52,9 +52,6 @@ class EnginePool(AutocommitPool):
         runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
         self._source = _source(engine)
-        self._first: PooledConnection | None = None
-        """The first connection, while it is being opened, before SQLAlchemy has examined the server."""
-        self._known = False
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
@@ -72,25 +69,9 @@ class EnginePool(AutocommitPool):
             self._open(connection)
 
     async def _open_in_time(self, connection: PooledConnection) -> None:
-        """Open it, the first one alone, while SQLAlchemy examines the server; TimeoutError, as some drivers have none.
-
-        SQLAlchemy does so under a lock that belongs to one event loop, and never wakes a waiter in another loop.
-        """
+        """Open it; TimeoutError, as some drivers have none."""
         async with asyncio.timeout(timing.DEFAULT.surely_answered):
-            while not (self._known or self._goes_first(connection)):  # noqa: ASYNC110 - of another loop, perhaps
-                await asyncio.sleep(0.002)
-            try:
-                await greenlet_spawn(self._open, connection)
-                self._known = True
-            finally:
-                if self._first is connection:
-                    self._first = None
-
-    def _goes_first(self, connection: PooledConnection) -> bool:
-        with self._mutex:
-            if self._first is None or self.is_over(self._first.loop):  # whose loop was closed meanwhile
-                self._first = connection
-            return self._first is connection
+            await greenlet_spawn(self._open, connection)
 
     def _open(self, connection: PooledConnection) -> None:
         engine = self._engine()
@@ -222,11 +203,6 @@ class EnginePool(AutocommitPool):
                 _end(driver)
             else:
                 loop.call_soon_threadsafe(_end, driver)
-
-    def leave_to_parent(self) -> Any:
-        """Start empty in a forked child, whose parent may be opening its first connection."""
-        self._first = None
-        return super().leave_to_parent()
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         """Wait in this thread or task."""
