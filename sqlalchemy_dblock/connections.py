@@ -168,41 +168,28 @@ class EnginePool(AutocommitPool):
         task.add_done_callback(ended)
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
-        """Close it, in an orderly way if it is whole; not with asyncpg, which would wait for the server."""
-        if connection.loop is not self.loop():
-            self._abandon(connection)
-        elif broken:
-            self._terminate(connection)
-        elif self._dialect.driver == "asyncpg":
-            connection.cut()
-            self._terminate(connection)
-        else:
-            self._dialect.do_close(connection.raw)
+        """Close it, in an orderly way if it is whole and its event loop runs here; not asyncpg's, which would wait.
 
-    def _terminate(self, connection: PooledConnection) -> None:
-        """Close it without waiting: a task that is cancelled again and again would not end."""
-        driver = connection.raw.driver_connection if self._dialect.is_async else None
-        if driver is None:
-            self._dialect.do_terminate(connection.raw)
-        elif hasattr(driver, "stop"):  # aiosqlite's thread, which is stopped without waiting
-            _ = driver.stop()
-        else:
-            _end(driver)
-
-    def _abandon(self, connection: PooledConnection) -> None:
-        """Close the socket without its event loop; if that still runs, in it. psycopg's needs none, as it is idle."""
-        driver = connection.raw.driver_connection
+        Else without waiting: a task that is cancelled again and again would not end.
+        """
         loop: Any = connection.loop
-        with contextlib.suppress(Exception):
-            if hasattr(driver, "stop"):  # aiosqlite: its thread replies to the running loop
-                await_only(driver.stop())
-                return
-            if self.is_over(loop):
-                connection.cut()  # aiomysql's and asyncmy's end no session without their loop
-            if self.is_over(loop) or hasattr(driver, "pgconn"):
-                _end(driver)
-            else:
-                loop.call_soon_threadsafe(_end, driver)
+        here = loop is self.loop()
+        if here and not broken and self._dialect.driver != "asyncpg":
+            self._dialect.do_close(connection.raw)
+            return
+        if loop is None:
+            self._dialect.do_terminate(connection.raw)
+            return
+        driver = connection.raw.driver_connection
+        if hasattr(driver, "stop"):  # aiosqlite's thread, which replies to the running loop
+            stopped = driver.stop()
+            if not here:
+                await_only(stopped)
+        elif here or not loop.is_running():
+            connection.cut()  # aiomysql's and asyncmy's end no session without their loop
+            _end(driver)
+        else:
+            loop.call_soon_threadsafe(_end, driver)
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         """Wait in this thread or task."""
