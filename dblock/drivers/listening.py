@@ -22,18 +22,6 @@ Close = Callable[[], None]
 """Closes the connection."""
 
 
-def _encoding(server: bytes) -> str:
-    """Python's name of a server's encoding. In a SQL_ASCII database the lock's sessions write UTF-8."""
-    from psycopg import NotSupportedError  # noqa: PLC0415 - only where it is in use
-    from psycopg._encodings import pg2pyenc  # noqa: PLC0415 - as above
-
-    try:
-        name: str = pg2pyenc(server)
-    except NotSupportedError:
-        name = "ascii"
-    return "utf-8" if name == "ascii" else name
-
-
 def _readable(descriptor: int, seconds: float) -> bool:
     """Whether a socket can be read within so many seconds; by poll(2), which needs no further descriptor."""
     with getattr(selectors, "PollSelector", selectors.SelectSelector)() as selector:
@@ -67,11 +55,8 @@ class PsycopgSubscription:
             with connection.cursor() as cursor:
                 cursor.execute(f"LISTEN {channel}")
             return
-        self._encoding = _encoding(self._pgconn.parameter_status(b"server_encoding") or b"")
         self._pgconn.notify_handler = lambda message: meanwhile.append(message.extra)
-        # Without conversion the session gets bytes. Else the server would end it for a notification, which any session
-        # can send, that has no equivalent in its encoding, or that, in a SQL_ASCII database, is no text of that.
-        _ = wait(connection.execute(f"LISTEN {channel}; SET client_encoding TO SQL_ASCII"))
+        _ = wait(connection.execute(f"LISTEN {channel}"))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
@@ -91,7 +76,7 @@ class PsycopgSubscription:
         self._meanwhile.clear()
         while (message := self._pgconn.notifies()) is not None:
             found.append(message.extra)
-        return [payload.decode(self._encoding, "replace") for payload in found]
+        return [payload.decode("utf-8", "replace") for payload in found]
 
 
 def subscribed(
