@@ -84,7 +84,7 @@ class DjangoPool(AutocommitPool):
             self._tls.opened(raw)
             raw.rollback()  # what a receiver of `connection_created` may have begun
             wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
-            sessions.set_up_synchronous(connection, self._vendor, raw)
+            sessions.set_up(connection, self._vendor, raw)
         except BaseException:
             self._tls.forget()
             wrapper.close()

@@ -74,6 +74,8 @@ class EnginePool(AutocommitPool):
             await greenlet_spawn(self._open, connection)
 
     def _open(self, connection: PooledConnection) -> None:
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
         engine = self._engine()
         if engine is not None:  # the application may have registered event handlers meanwhile
             self._source = _source(engine)
@@ -85,7 +87,9 @@ class EnginePool(AutocommitPool):
             self._tls.opened(driver)
             connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
-            self._set_up(connection, driver)
+            wait = await_only if self._dialect.is_async else sessions.at_once
+            prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
+            sessions.set_up(connection, self._dialect.name, driver, wait, may_prepare=prepares)
         except BaseException:
             self._tls.forget()
             if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
@@ -94,38 +98,6 @@ class EnginePool(AutocommitPool):
             raise
         finally:
             _opening.reset(opening)
-
-    def _set_up(self, connection: PooledConnection, driver: Any) -> None:
-        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
-
-        vendor = self._dialect.name
-        prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
-        if not self._dialect.is_async:
-            sessions.set_up_synchronous(connection, vendor, driver, may_prepare=prepares)
-        elif self._dialect.driver == "asyncpg":
-            from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
-
-            unnamed = asyncpg.Prepared(driver, named=False)
-            sessions.set_up(
-                connection,
-                vendor,
-                driver,
-                ask=lambda sql: await_only(unnamed.ask(sql)),
-                question=lambda: await_only(driver.execute("SELECT 1")),
-                wait=await_only,
-            )
-            runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
-            connection.prepared = lambda step: await_only(runner.execute(step))
-        elif hasattr(driver, "pgconn"):
-            from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-            sessions.set_up(connection, vendor, driver, ask=lambda sql: await_only(psycopg.aask(driver, sql)))
-            if prepared := psycopg.prepared_for(driver, prepare=connection.direct and prepares):
-                connection.prepared = lambda step: await_only(prepared.aexecute(step))
-        else:
-            sessions.set_up(connection, vendor, driver, wait=await_only)
-        if not connection.direct and hasattr(driver, "prepare_threshold"):
-            driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
 
     def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
         """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""

@@ -39,6 +39,8 @@ from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.connection import PooledConnection
+from dblock.drivers import asyncpg, mariadb
+from dblock.drivers.defaults import restore
 
 KEEPALIVE: Final = {
     "TCP_KEEPIDLE": 15,  # seconds of silence before the first one
@@ -83,51 +85,53 @@ SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR
 """
 
 
-def set_up(
-    connection: PooledConnection,
-    vendor: str,
-    driver: Any,
-    *,
-    ask: Callable[[str], Any] | None = None,
-    question: Callable[[], object] | None = None,
-    wait: Callable[[Any], object] = lambda answer: answer,
-) -> None:
-    """Set up the session, and find out whether the connection leads to a single one.
+Wait = Callable[[Any], Any]
 
-    `connection.raw` is the DB-API connection, `driver` the driver's own. `ask` returns the first value of a statement's
-    first row, and `question` probes the server; both by default through a cursor. `wait` awaits the results of an
-    asynchronous driver's methods.
+
+def at_once(answer: Any) -> Any:
+    """The `wait` of synchronous drivers, whose methods return what they answer."""
+    return answer
+
+
+def set_up(
+    connection: PooledConnection, vendor: str, driver: Any, wait: Wait = at_once, *, may_prepare: bool = True
+) -> None:
+    """Set up the session, find out whether the connection leads to a single one, and choose what runs its statements.
+
+    `connection.raw` is the DB-API connection, `driver` the driver's own. `wait` awaits the results of an asynchronous
+    driver's methods.
     """
+    if hasattr(driver, "pgconn"):
+        from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
+
+        ask = psycopg.ask if wait is at_once else psycopg.aask
+        _begin(connection, vendor, driver, wait, lambda sql: wait(ask(driver, sql)))
+        # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
+        if prepared := psycopg.prepared_for(driver, prepare=connection.direct and may_prepare):
+            connection.prepared = prepared.execute if wait is at_once else lambda step: wait(prepared.aexecute(step))
+        if not connection.direct:
+            driver.prepare_threshold = None  # psycopg must not prepare on its own there either
+    elif hasattr(driver, "get_server_pid"):
+        unnamed = asyncpg.Prepared(driver, named=False)
+        _begin(connection, vendor, driver, wait, lambda sql: wait(unnamed.ask(sql)))
+        connection.question = lambda: wait(driver.execute("SELECT 1"))
+        runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
+        connection.prepared = lambda step: wait(runner.execute(step))
+    else:
+        _begin(connection, vendor, driver, wait, partial(_ask, connection.raw))
+        if connection.mariadb and wait is at_once:
+            connection.prepared = mariadb.prepared_for(driver)
+
+
+def _begin(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
+    """Set up the session; `ask` returns the first value of a statement's first row."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
         connection.wire = socket.fromfd(connection.descriptor, -1, -1)
         _keep_alive(connection.wire)
     if vendor != "sqlite":
-        connection.question = question or partial(_rows, connection.raw, "SELECT 1")
-    from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
-
-    def begin() -> None:
-        restore(vendor, driver, wait)
-        _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
-
-    runtime.current.deadlines.bound(connection, begin)
-
-
-def set_up_synchronous(connection: PooledConnection, vendor: str, driver: Any, *, may_prepare: bool = True) -> None:
-    """Set up the session of a synchronous driver, and choose what runs its statements."""
-    if not hasattr(driver, "pgconn"):
-        set_up(connection, vendor, driver)
-        if connection.mariadb:
-            from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
-
-            connection.prepared = mariadb.prepared_for(driver)
-        return
-    from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-    set_up(connection, vendor, driver, ask=partial(psycopg.ask, driver))
-    # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
-    prepared = psycopg.prepared_for(driver, prepare=connection.direct and may_prepare)
-    connection.prepared = None if prepared is None else prepared.execute
+        connection.question = partial(_rows, connection.raw, "SELECT 1")
+    runtime.current.deadlines.bound(connection, partial(_set_up, connection, vendor, driver, wait, ask))
 
 
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:
@@ -165,7 +169,8 @@ def _keep_alive(wire: socket.socket) -> None:
             wire.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
 
 
-def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any]) -> None:
+def _set_up(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
+    restore(vendor, driver, wait)
     begun = clock.now()
     if vendor == "postgresql":
         process, name = _process(driver), name_of(connection.purpose, "")
