@@ -87,7 +87,6 @@ class DjangoPool(AutocommitPool):
             sessions.set_up(connection, self._vendor, raw)
         except BaseException:
             self._tls.forget()
-            wrapper.close()
             raise
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:

@@ -11,7 +11,6 @@ open, and commits on its own if not.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -92,9 +91,6 @@ class EnginePool(AutocommitPool):
             sessions.set_up(connection, self._dialect.name, driver, wait, may_prepare=prepares)
         except BaseException:
             self._tls.forget()
-            if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
-                with contextlib.suppress(Exception):
-                    self.close(connection, broken=True)
             raise
         finally:
             _opening.reset(opening)
@@ -176,7 +172,7 @@ def _source(engine: Engine) -> NullPool:
     create = engine.pool._invoke_creator
 
     def creator(rec: ConnectionPoolEntry) -> Any:
-        raw = create(rec)
+        raw = create(rec)  # which SQLAlchemy drops without closing it if a listener of `connect` fails
         if (connection := _opening.get()) is not None:
             connection.raw = raw
         return raw

@@ -89,9 +89,9 @@ def subscribed(
     """A listener on a connection of its own, by KILL QUERY or by `make`; None where that cannot be notified."""
     found: Subscription | None = None
     connection = PooledConnection(loop=pool.loop(), purpose="listener")
-    pool.open(connection)
-    close = partial(pool.close, connection, broken=True)
+    close = partial(pool.drop, connection, others=False)
     try:
+        pool.open(connection)
         if connection.direct and store.database.dialect.sleep_until_killed is not None:
             found = open_listener(store, connection, close, channel, wakeups)
         elif connection.direct:

@@ -82,7 +82,10 @@ class AutocommitPool:
         raise NotImplementedError
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
-        """Close it; without waiting for the server if it is broken, or of an event loop that does not run here."""
+        """Close it; without waiting for the server if it is broken, or of an event loop that does not run here.
+
+        It may not have been opened, or not in full. Errors are ignored.
+        """
         raise NotImplementedError
 
     def is_over(self, loop: Any) -> bool:
@@ -266,14 +269,13 @@ class AutocommitPool:
         try:
             self.open(connection)
         except BaseException as error:  # noqa: BLE001 - raised for the waiter
-            connection.raw = None
             with self._mutex:
                 if waiter in self._line:
                     waiter.error = error
                     waiter.notify()
                 else:  # nobody else does so
                     leave_out_driver(error)
-            self._close(connection)
+            self._close(connection, broken=True)
         else:
             connection.opening_for = None
             self.give(connection)
@@ -326,9 +328,7 @@ class AutocommitPool:
             if connection in self._idle:  # of an event loop that is gone
                 self._idle.remove(connection)
             self._notify()
-        if connection.raw is None:
-            return
         if broken:
             connection.cut()  # so that the driver's closing never waits for the server
-        with contextlib.suppress(Exception):  # it was broken
+        with contextlib.suppress(Exception):
             self.close(connection, broken=broken)
