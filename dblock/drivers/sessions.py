@@ -32,13 +32,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import PooledConnection, Wire
 from dblock.drivers import asyncpg, mariadb
 from dblock.drivers.defaults import restore
 
@@ -127,7 +128,7 @@ def _begin(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, a
     """Set up the session; `ask` returns the first value of a statement's first row."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
-        connection.wire = socket.fromfd(connection.descriptor, -1, -1)
+        connection.wire = Wire(fileno=os.dup(connection.descriptor))
         _keep_alive(connection.wire)
     if vendor != "sqlite":
         connection.question = partial(_rows, connection.raw, "SELECT 1")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import PooledConnection, Wire
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import StoreUnreachable
@@ -96,20 +96,21 @@ def test_each_event_loop_has_its_own() -> None:
 def test_a_descriptor_that_somebody_has_closed() -> None:
     """What cannot be cut does not end the watch over all others."""
     deadlines = Deadlines()
-    ours, theirs = socket.socketpair()
-    broken, sound = PooledConnection(wire=ours), PooledConnection(wire=theirs)
-    os.close(ours.fileno())
+    broken, sound = (PooledConnection(wire=Wire(fileno=each.detach())) for each in socket.socketpair())
+    wire = broken.wire
+    assert wire is not None
+    os.close(wire.fileno())
     for connection in (broken, sound):
         deadlines.arm(connection.cut, soon(0.01))
         assert until(partial(getattr, connection, "overdue"))
         assert not deadlines.disarm(connection.cut)
-    _ = ours.detach()
+    _ = wire.detach()
 
 
 def test_a_deadline_cuts_no_later_statement() -> None:
     """A connection that sends again while the round, which has seen its old deadline, cuts another one."""
     deadlines, later = Deadlines(), soon(60)
-    reused = PooledConnection(wire=socket.socket())
+    reused = PooledConnection(wire=Wire())
 
     def answered() -> None:
         assert deadlines.disarm(reused.cut)
@@ -151,7 +152,7 @@ class AskedPool(Pool):
 
     def open(self, connection: PooledConnection) -> None:
         super().open(connection)
-        connection.wire, connection.question = socket.socket(), lambda: None
+        connection.wire, connection.question = Wire(), lambda: None
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         self.asked.append((connection, until - clock.now()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from dblock.core import timing
-from dblock.core.connections.connection import PooledConnection, Waiter
+from dblock.core.connections.connection import PooledConnection, Waiter, Wire
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
@@ -32,7 +31,7 @@ FAULTS = (
     *("fails", "cancel", "hangs", "close_all", "close_loop", "fork"),
 )
 """What can go wrong, once in a world."""
-NO_WIRE = socket.socket()
+NO_WIRE = Wire()
 """Whoever cuts a connection by it fails."""
 NO_WIRE.close()
 

@@ -46,6 +46,16 @@ class Waiter(Wakeup):
         return interval
 
 
+class Wire(socket.socket):
+    """A duplicate of a connection's socket, which stays valid whatever the driver does with its own."""
+
+    def __del__(self) -> None:
+        try:  # noqa: SIM105 - contextlib may be gone when the interpreter ends
+            self.close()
+        except OSError:
+            pass
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PooledConnection:
     """A DB-API connection that is lent to one statement at a time."""
@@ -65,8 +75,8 @@ class PooledConnection:
     """What to return to the engine's own pool."""
     descriptor: int = -1
     """Descriptor of its socket, if it has one."""
-    wire: socket.socket | None = None
-    """A duplicate of its socket, which stays valid whatever the driver does with its own; None: it cannot be cut."""
+    wire: Wire | None = None
+    """By which it is cut; None: it cannot be."""
     overdue: bool = False
     """Whether it was cut."""
     busy_timeout: int = 0
@@ -119,8 +129,3 @@ class PooledConnection:
 
     def __del__(self) -> None:
         self.in_use.discard(id(self))
-        if self.wire is not None:
-            try:  # noqa: SIM105 - contextlib may be gone when the interpreter ends
-                self.wire.close()
-            except OSError:
-                pass
