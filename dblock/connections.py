@@ -65,14 +65,14 @@ class DjangoPool(AutocommitPool):
         self.lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """As any pool does; but a test runner may have turned the alias to another database."""
         now = location(connections.settings[self.alias])
         if now != self._location:
             self.close_all()
             self._location = now
             self._keep = KEPT if _configured.setdefault(self.alias, now) == now else 0
-        return super().take(until, critical=critical, priority=priority)
+        return super().take(until, critical=critical)
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
@@ -130,13 +130,13 @@ class DjangoSQLite:
         self._alias = alias
         self._pool = pool
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self._alias]
         inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, critical=critical, priority=priority)
+        own = self._pool.take(until, critical=critical)
         if own.wal or inherited:
             return own
         self._pool.give(own)

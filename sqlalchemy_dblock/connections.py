@@ -198,7 +198,7 @@ class InMemory:
         self._mutex = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The connection that the caller in this thread also uses; one statement of the lock at a time on it."""
         connection = PooledConnection()
         if not isinstance(self._engine.pool, StaticPool):

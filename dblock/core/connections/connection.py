@@ -24,12 +24,12 @@ class Waiter(Wakeup):
     A lost notification costs it a poll interval; one that an interrupt has left in the line keeps nobody waiting.
     """
 
-    __slots__ = ("critical", "error", "home", "polls_by", "rank", "since", "until")
+    __slots__ = ("critical", "error", "home", "polls_by", "since", "until")
 
-    def __init__(self, until: float, home: object, rank: int) -> None:
-        """`home`: its event loop; waiters of a higher rank come first, those that renew or release have 2 or more."""
+    def __init__(self, until: float, home: object, *, critical: bool) -> None:
+        """`home`: its event loop; `critical`: it renews or releases."""
         super().__init__()
-        self.since, self.until, self.home, self.rank, self.critical = clock.now(), until, home, rank, rank > 1
+        self.since, self.until, self.home, self.critical = clock.now(), until, home, critical
         self.error: BaseException | None = None
         """Why the connection could not be opened that it has asked for."""
         _ = self.attend()

@@ -7,9 +7,9 @@ has to be reset between two uses. Idle connections form a stack, the last used o
 
 At most `most` connections are in use at a time for taking and waiting, and as many (at least two) for renewing and
 releasing. A caller that finds none waits in a line until its time is up. Those that renew or release come first and so
-never wait behind takes; then come statements that continue an operation, then those that begin one. What is free is
-reserved for the first waiters: otherwise a thread that returns a connection and wants one again would be faster than a
-notified waiter. A waiter that has missed a poll (its event loop is blocked, its call was interrupted) is passed over.
+never wait behind takes; else they are served as they came. What is free is reserved for the first waiters: otherwise a
+thread that returns a connection and wants one again would be faster than a notified waiter. A waiter that has missed a
+poll (its event loop is blocked, its call was interrupted) is passed over.
 
 A connection that is returned serves the line. So does a new one: it is opened in the background, and idle when it is
 open, whether or not the waiter that has asked for it still waits. No more are expected than waiters can have, and one
@@ -109,25 +109,24 @@ class AutocommitPool:
 
     # -- for the executors
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """An idle connection of this event loop, or a new one; LockStoreError if there is none until that local time.
 
-        `critical`: for renewing or releasing; `priority`: before waiting callers that are not.
+        `critical`: for renewing or releasing.
         """
         if self._generation is None and not background.get():
             self._generation = object()
-        loop, rank, found = self.loop(), 2 * critical + priority, None
+        loop, found = self.loop(), None
         with self._mutex:
-            first = self._line[0].rank if self._line else -1
-            if first < 2 * critical and len(self._in_use[critical]) < self._most[critical]:
+            overtakes = not self._line or self._line[0].critical < critical
+            if overtakes and len(self._in_use[critical]) < self._most[critical]:
                 found = self._lend(loop, self._in_use[critical])
         while (
             found is None
             or found.closed  # the parent's, if a fork came between
             or (clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until))
         ):
-            found = self._take_in_turn(Waiter(until, loop, rank))
-            rank |= 1
+            found = self._take_in_turn(Waiter(until, loop, critical=critical))
         return found
 
     def ask(self, connection: PooledConnection, until: float) -> None:
@@ -190,7 +189,7 @@ class AutocommitPool:
             with self._mutex:
                 while self._line and self._line[0].until <= clock.now():  # an interrupt has left it there
                     del self._line[0]
-                insort(self._line, waiter, key=lambda each: -each.rank)
+                insort(self._line, waiter, key=lambda each: not each.critical)
             while True:
                 with self._mutex:
                     interval = waiter.attend()

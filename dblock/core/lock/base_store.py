@@ -29,7 +29,7 @@ _ANSWERS: Final = frozenset({int, float, str, type(None)})
 class ConnectionSource(Protocol):
     """The source of connections for statements."""
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """A connection for a statement; PoolExhausted or StoreUnreachable if there is none until that local time."""
         ...
 
@@ -78,7 +78,7 @@ class BaseStore:
         now, timing, statement = self.database.now(), self.database.timing, step.statement
         until = timing.answer_by(now, step.until, critical=statement.critical)
         try:
-            connection = self._source.take(until, critical=statement.critical, priority=statement.priority)
+            connection = self._source.take(until, critical=statement.critical)
         except self._connect_errors as error:
             refused = self._not_connected(error, step)
             raise refused from refused.__cause__

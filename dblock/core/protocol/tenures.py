@@ -95,7 +95,7 @@ from dblock.core.log import warn
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.statements.base import Masked, Statement, beside_writers, with_priority
+from dblock.core.statements.base import Masked, Statement, beside_writers
 from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure, key_of_share
 
 if TYPE_CHECKING:
@@ -142,17 +142,12 @@ def tenure_of(request: Parameters, rows: Rows) -> Tenure:
 
 def inspect(database: Database, key: str) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    return _row(database, database.dialect.inspect, key, database.now() + database.timing.retry_budget)
+    return look(database, key, database.now() + database.timing.retry_budget)
 
 
-def look(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
-    """The same as part of an operation, until that local time, with priority over plain inspections."""
-    end = database.now() + database.timing.retry_budget if until is None else until
-    return _row(database, with_priority(database.dialect.inspect), key, end)
-
-
-def _row(database: Database, statement: Statement, key: str, until: float) -> Steps[LockInfo | None]:
-    _, rows = yield from send(database, statement, {"key": key}, until, resend=True)
+def look(database: Database, key: str, until: float) -> Steps[LockInfo | None]:
+    """The same, until that local time."""
+    _, rows = yield from send(database, database.dialect.inspect, {"key": key}, until, resend=True)
     return info_of(key, rows[0]) if rows else None
 
 
@@ -231,7 +226,7 @@ def renew(
 
 def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
     """Read why a tenure is over."""
-    return _loss(tenure, (yield from look(database, tenure.key)))
+    return _loss(tenure, (yield from inspect(database, tenure.key)))
 
 
 def _loss(tenure: Tenure, info: LockInfo | None) -> Loss:
@@ -263,7 +258,7 @@ def attach(database: Database, tenure: Tenure, owner: str, request: Parameters) 
         if rows:
             return Grant(tenure._replace(owner=owner), sent, ttl)
         found = yield from epoch.read(database, until)
-        info = yield from look(database, tenure.key)
+        info = yield from inspect(database, tenure.key)
         if info is None or not _shows(info, tenure):
             return _loss(tenure, info)
         # Keys are closed; or they were until the server was found just now, or the hold was detached just now.
