@@ -29,7 +29,6 @@ from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
 from dblock.drivers import sessions
-from dblock.drivers.tls import Tls
 
 T = TypeVar("T")
 MOST: Final = 5
@@ -57,7 +56,6 @@ class DjangoPool(AutocommitPool):
         self._location: object = None
         self.lanes = Lane("take"), Lane("keep")
         """Threads for the statements of asynchronous code, the critical ones second: the application's may be busy."""
-        self._tls = Tls()
         runtime.current.add_pool(self)
 
     def leave_to_parent(self) -> Any:
@@ -65,30 +63,24 @@ class DjangoPool(AutocommitPool):
         self.lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """As any pool does; but a test runner may have turned the alias to another database."""
         now = location(connections.settings[self.alias])
         if now != self._location:
             self.close_all()
             self._location = now
             self._keep = KEPT if _configured.setdefault(self.alias, now) == now else 0
-        return super().take(until, critical=critical, priority=priority)
+        return super().take(until, critical=critical)
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose, self._tls)
+        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose)
         connection.location = location(wrapper.settings_dict)
-        try:
-            wrapper.ensure_connection()
-            connection.raw = raw = wrapper.connection
-            self._tls.opened(raw)
-            raw.rollback()  # what a receiver of `connection_created` may have begun
-            wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
-            sessions.set_up_synchronous(connection, self._vendor, raw)
-        except BaseException:
-            self._tls.forget()
-            wrapper.close()
-            raise
+        wrapper.ensure_connection()
+        connection.raw = raw = wrapper.connection
+        raw.rollback()  # what a receiver of `connection_created` may have begun
+        wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
+        sessions.set_up(connection, self._vendor, raw)
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         """Also in a thread whose event loop runs, where Django's own `close` raises."""
@@ -131,13 +123,13 @@ class DjangoSQLite:
         self._alias = alias
         self._pool = pool
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self._alias]
         inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, critical=critical, priority=priority)
+        own = self._pool.take(until, critical=critical)
         if own.wal or inherited:
             return own
         self._pool.give(own)
@@ -177,7 +169,7 @@ def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
+def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
     """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
@@ -186,7 +178,7 @@ def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
         options["detect_types"] = 0  # the lock's answers are numbers and texts
     else:
         driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
-        options |= sessions.options(driver, options, purpose) | tls.options(options)
+        options |= sessions.options(driver, options, purpose)
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     return wrapper

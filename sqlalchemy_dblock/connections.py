@@ -11,7 +11,6 @@ open, and commits on its own if not.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -32,7 +31,6 @@ from dblock.core.errors import PoolExhausted
 from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
-from dblock.drivers.tls import Tls
 
 _opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
 """The connection of the lock that is being opened."""
@@ -52,15 +50,11 @@ class EnginePool(AutocommitPool):
         runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
         self._source = _source(engine)
-        self._first: PooledConnection | None = None
-        """The first connection, while it is being opened, before SQLAlchemy has examined the server."""
-        self._known = False
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
         self._changed: dict[str, tuple[Any, Any]] = {}
         """The driver's options that were changed for the last opening: the application's value, and the lock's."""
-        self._tls = Tls()
         if not local:
             event.listen(engine, "do_connect", self._set_options)
 
@@ -72,27 +66,13 @@ class EnginePool(AutocommitPool):
             self._open(connection)
 
     async def _open_in_time(self, connection: PooledConnection) -> None:
-        """Open it, the first one alone, while SQLAlchemy examines the server; TimeoutError, as some drivers have none.
-
-        SQLAlchemy does so under a lock that belongs to one event loop, and never wakes a waiter in another loop.
-        """
+        """Open it; TimeoutError, as some drivers have none."""
         async with asyncio.timeout(timing.DEFAULT.surely_answered):
-            while not (self._known or self._goes_first(connection)):  # noqa: ASYNC110 - of another loop, perhaps
-                await asyncio.sleep(0.002)
-            try:
-                await greenlet_spawn(self._open, connection)
-                self._known = True
-            finally:
-                if self._first is connection:
-                    self._first = None
-
-    def _goes_first(self, connection: PooledConnection) -> bool:
-        with self._mutex:
-            if self._first is None or self.is_over(self._first.loop):  # whose loop was closed meanwhile
-                self._first = connection
-            return self._first is connection
+            await greenlet_spawn(self._open, connection)
 
     def _open(self, connection: PooledConnection) -> None:
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+
         engine = self._engine()
         if engine is not None:  # the application may have registered event handlers meanwhile
             self._source = _source(engine)
@@ -101,50 +81,13 @@ class EnginePool(AutocommitPool):
             fairy = self._source.connect()
             driver: Any = fairy.driver_connection
             fairy.detach()
-            self._tls.opened(driver)
             connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
-            self._set_up(connection, driver)
-        except BaseException:
-            self._tls.forget()
-            if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
-                with contextlib.suppress(Exception):
-                    self.close(connection, broken=True)
-            raise
+            wait = await_only if self._dialect.is_async else sessions.at_once
+            prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
+            sessions.set_up(connection, self._dialect.name, driver, wait, may_prepare=prepares)
         finally:
             _opening.reset(opening)
-
-    def _set_up(self, connection: PooledConnection, driver: Any) -> None:
-        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
-
-        vendor = self._dialect.name
-        prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
-        if not self._dialect.is_async:
-            sessions.set_up_synchronous(connection, vendor, driver, may_prepare=prepares)
-        elif self._dialect.driver == "asyncpg":
-            from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
-
-            unnamed = asyncpg.Prepared(driver, named=False)
-            sessions.set_up(
-                connection,
-                vendor,
-                driver,
-                ask=lambda sql: await_only(unnamed.ask(sql)),
-                question=lambda: await_only(driver.execute("SELECT 1")),
-                wait=await_only,
-            )
-            runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
-            connection.prepared = lambda step: await_only(runner.execute(step))
-        elif hasattr(driver, "pgconn"):
-            from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-            sessions.set_up(connection, vendor, driver, ask=lambda sql: await_only(psycopg.aask(driver, sql)))
-            if prepared := psycopg.prepared_for(driver, prepare=connection.direct and prepares):
-                connection.prepared = lambda step: await_only(prepared.aexecute(step))
-        else:
-            sessions.set_up(connection, vendor, driver, wait=await_only)
-        if not connection.direct and hasattr(driver, "prepare_threshold"):
-            driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
 
     def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
         """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""
@@ -157,7 +100,7 @@ class EnginePool(AutocommitPool):
         if opening is not None:
             from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
 
-            changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
+            changed = sessions.options(dialect.driver, options, opening.purpose)
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed
 
@@ -187,46 +130,28 @@ class EnginePool(AutocommitPool):
         task.add_done_callback(ended)
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
-        """Close it, in an orderly way if it is whole; not with asyncpg, which would wait for the server."""
-        if connection.loop is not self.loop():
-            self._abandon(connection)
-        elif broken:
-            self._terminate(connection)
-        elif self._dialect.driver == "asyncpg":
-            connection.cut()
-            self._terminate(connection)
-        else:
-            self._dialect.do_close(connection.raw)
+        """Close it, in an orderly way if it is whole and its event loop runs here; not asyncpg's, which would wait.
 
-    def _terminate(self, connection: PooledConnection) -> None:
-        """Close it without waiting: a task that is cancelled again and again would not end."""
-        driver = connection.raw.driver_connection if self._dialect.is_async else None
-        if driver is None:
-            self._dialect.do_terminate(connection.raw)
-        elif hasattr(driver, "stop"):  # aiosqlite's thread, which is stopped without waiting
-            _ = driver.stop()
-        else:
-            _end(driver)
-
-    def _abandon(self, connection: PooledConnection) -> None:
-        """Close the socket without its event loop; if that still runs, in it. psycopg's needs none, as it is idle."""
-        driver = connection.raw.driver_connection
+        Else without waiting: a task that is cancelled again and again would not end.
+        """
         loop: Any = connection.loop
-        with contextlib.suppress(Exception):
-            if hasattr(driver, "stop"):  # aiosqlite: its thread replies to the running loop
-                await_only(driver.stop())
-                return
-            if self.is_over(loop):
-                connection.cut()  # aiomysql's and asyncmy's end no session without their loop
-            if self.is_over(loop) or hasattr(driver, "pgconn"):
-                _end(driver)
-            else:
-                loop.call_soon_threadsafe(_end, driver)
-
-    def leave_to_parent(self) -> Any:
-        """Start empty in a forked child, whose parent may be opening its first connection."""
-        self._first = None
-        return super().leave_to_parent()
+        here = loop is self.loop()
+        if here and not broken and self._dialect.driver != "asyncpg":
+            self._dialect.do_close(connection.raw)
+            return
+        if loop is None:
+            self._dialect.do_terminate(connection.raw)
+            return
+        driver = connection.raw.driver_connection
+        if hasattr(driver, "stop"):  # aiosqlite's thread, which replies to the running loop
+            stopped = driver.stop()
+            if not here:
+                await_only(stopped)
+        elif here or not loop.is_running():
+            connection.cut()  # aiomysql's and asyncmy's end no session without their loop
+            _end(driver)
+        else:
+            loop.call_soon_threadsafe(_end, driver)
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         """Wait in this thread or task."""
@@ -241,7 +166,7 @@ def _source(engine: Engine) -> NullPool:
     create = engine.pool._invoke_creator
 
     def creator(rec: ConnectionPoolEntry) -> Any:
-        raw = create(rec)
+        raw = create(rec)  # which SQLAlchemy drops without closing it if a listener of `connect` fails
         if (connection := _opening.get()) is not None:
             connection.raw = raw
         return raw
@@ -267,7 +192,7 @@ class InMemory:
         self._mutex = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The connection that the caller in this thread also uses; one statement of the lock at a time on it."""
         connection = PooledConnection()
         if not isinstance(self._engine.pool, StaticPool):

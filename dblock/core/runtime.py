@@ -20,7 +20,6 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.connections.connection import FD_LOCK
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.deliveries import deliveries
@@ -218,7 +217,6 @@ def current_flow() -> Flow:
 
 def _after_fork_in_child() -> None:
     global current  # noqa: PLW0603 - a fork replaces it
-    FD_LOCK.release()
     deliveries.forked()
     current = current.forked()
 
@@ -230,4 +228,4 @@ def _at_exit() -> None:
 
 _ = atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=FD_LOCK.acquire, after_in_parent=FD_LOCK.release, after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

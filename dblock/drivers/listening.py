@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from dblock.core import runtime
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.kill_query_listener import open_listener
@@ -19,18 +20,6 @@ Ask = Callable[[float], None]
 """Probes the server; raises unless it answers by that local time."""
 Close = Callable[[], None]
 """Closes the connection."""
-
-
-def _encoding(server: bytes) -> str:
-    """Python's name of a server's encoding. In a SQL_ASCII database the lock's sessions write UTF-8."""
-    from psycopg import NotSupportedError  # noqa: PLC0415 - only where it is in use
-    from psycopg._encodings import pg2pyenc  # noqa: PLC0415 - as above
-
-    try:
-        name: str = pg2pyenc(server)
-    except NotSupportedError:
-        name = "ascii"
-    return "utf-8" if name == "ascii" else name
 
 
 def _readable(descriptor: int, seconds: float) -> bool:
@@ -66,11 +55,8 @@ class PsycopgSubscription:
             with connection.cursor() as cursor:
                 cursor.execute(f"LISTEN {channel}")
             return
-        self._encoding = _encoding(self._pgconn.parameter_status(b"server_encoding") or b"")
         self._pgconn.notify_handler = lambda message: meanwhile.append(message.extra)
-        # Without conversion the session gets bytes. Else the server would end it for a notification, which any session
-        # can send, that has no equivalent in its encoding, or that, in a SQL_ASCII database, is no text of that.
-        _ = wait(connection.execute(f"LISTEN {channel}; SET client_encoding TO SQL_ASCII"))
+        _ = wait(connection.execute(f"LISTEN {channel}"))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
@@ -90,7 +76,7 @@ class PsycopgSubscription:
         self._meanwhile.clear()
         while (message := self._pgconn.notifies()) is not None:
             found.append(message.extra)
-        return [payload.decode(self._encoding, "replace") for payload in found]
+        return [payload.decode("utf-8", "replace") for payload in found]
 
 
 def subscribed(
@@ -100,18 +86,19 @@ def subscribed(
     channel: str,
     wakeups: Wakeups,
 ) -> Subscription | None:
-    """A listener on a connection of its own, by KILL QUERY or by `make`; None behind a pooler."""
-    connection = pool.open_apart()
-    close = partial(pool.close, connection, broken=True)
+    """A listener on a connection of its own, by KILL QUERY or by `make`; None where that cannot be notified."""
+    found: Subscription | None = None
+    connection = PooledConnection(loop=pool.loop(), purpose="listener")
+    close = partial(pool.drop, connection, others=False)
     try:
-        if store.database.dialect.sleep_until_killed is not None:
-            return open_listener(store, connection, close, channel, wakeups)
-        if connection.direct:
+        pool.open(connection)
+        if connection.direct and store.database.dialect.sleep_until_killed is not None:
+            found = open_listener(store, connection, close, channel, wakeups)
+        elif connection.direct:
             driver = getattr(connection.raw, "driver_connection", connection.raw)
             begun = partial(make, driver, channel, partial(pool.ask, connection), close)
-            return runtime.current.deadlines.bound(connection, begun)
-    except BaseException:
-        close()
-        raise
-    close()
-    return None
+            found = runtime.current.deadlines.bound(connection, begun)
+    finally:
+        if found is None:
+            close()
+    return found

@@ -43,26 +43,24 @@ class Prepared:
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         """Names and parameters of the prepared statements."""
         self._transformer = Transformer(_ADAPTERS)
-        self._readable = self._writable = None
+        self._readable = None
         if hasattr(select, "poll"):
-            self._readable, self._writable = select.poll(), select.poll()
+            self._readable = select.poll()
             self._readable.register(connection.pgconn.socket, select.POLLIN)
-            self._writable.register(connection.pgconn.socket, select.POLLIN | select.POLLOUT)
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
         _, statement, parameters, *_ = step
         known, connection = self._known.get(statement.sql), self._connection
-        if known is None or self._readable is None or self._writable is None:
+        if known is None or self._readable is None:
             with connection.lock:
                 rows: Rows = connection.wait(self._exchange(step))
             return rows
         pgconn, (name, order) = connection.pgconn, known
         try:
             pgconn.send_query_prepared(name, _encoded(parameters, order))
-            while pgconn.flush():
-                self._writable.poll()
-                pgconn.consume_input()
+            if pgconn.flush():  # more than the socket takes at once
+                return self._rows(statement, connection.wait(generators.execute(pgconn)))
             return self._rows(statement, _answer(pgconn, self._readable))
         except KeyboardInterrupt:
             if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:

@@ -39,7 +39,9 @@ from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import PooledConnection, Wire
+from dblock.drivers import asyncpg, mariadb
+from dblock.drivers.defaults import restore
 
 KEEPALIVE: Final = {
     "TCP_KEEPIDLE": 15,  # seconds of silence before the first one
@@ -84,51 +86,53 @@ SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR
 """
 
 
-def set_up(
-    connection: PooledConnection,
-    vendor: str,
-    driver: Any,
-    *,
-    ask: Callable[[str], Any] | None = None,
-    question: Callable[[], object] | None = None,
-    wait: Callable[[Any], object] = lambda answer: answer,
-) -> None:
-    """Set up the session, and find out whether the connection leads to a single one.
+Wait = Callable[[Any], Any]
 
-    `connection.raw` is the DB-API connection, `driver` the driver's own. `ask` returns the first value of a statement's
-    first row, and `question` probes the server; both by default through a cursor. `wait` awaits the results of an
-    asynchronous driver's methods.
+
+def at_once(answer: Any) -> Any:
+    """The `wait` of synchronous drivers, whose methods return what they answer."""
+    return answer
+
+
+def set_up(
+    connection: PooledConnection, vendor: str, driver: Any, wait: Wait = at_once, *, may_prepare: bool = True
+) -> None:
+    """Set up the session, find out whether the connection leads to a single one, and choose what runs its statements.
+
+    `connection.raw` is the DB-API connection, `driver` the driver's own. `wait` awaits the results of an asynchronous
+    driver's methods.
     """
+    if hasattr(driver, "pgconn"):
+        from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
+
+        ask = psycopg.ask if wait is at_once else psycopg.aask
+        _begin(connection, vendor, driver, wait, lambda sql: wait(ask(driver, sql)))
+        # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
+        if prepared := psycopg.prepared_for(driver, prepare=connection.direct and may_prepare):
+            connection.prepared = prepared.execute if wait is at_once else lambda step: wait(prepared.aexecute(step))
+        if not connection.direct:
+            driver.prepare_threshold = None  # psycopg must not prepare on its own there either
+    elif hasattr(driver, "get_server_pid"):
+        unnamed = asyncpg.Prepared(driver, named=False)
+        _begin(connection, vendor, driver, wait, lambda sql: wait(unnamed.ask(sql)))
+        connection.question = lambda: wait(driver.execute("SELECT 1"))
+        runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
+        connection.prepared = lambda step: wait(runner.execute(step))
+    else:
+        _begin(connection, vendor, driver, wait, partial(_ask, connection.raw))
+        if connection.mariadb and wait is at_once:
+            connection.prepared = mariadb.prepared_for(driver)
+
+
+def _begin(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
+    """Set up the session; `ask` returns the first value of a statement's first row."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
-        connection.shutdown_fd = os.dup(connection.descriptor)
-        _keep_alive(connection.shutdown_fd)
+        connection.wire = Wire(fileno=os.dup(connection.descriptor))
+        _keep_alive(connection.wire)
     if vendor != "sqlite":
-        connection.question = question or partial(_rows, connection.raw, "SELECT 1")
-    from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
-
-    def begin() -> None:
-        restore(vendor, driver, wait)
-        _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
-
-    runtime.current.deadlines.bound(connection, begin)
-
-
-def set_up_synchronous(connection: PooledConnection, vendor: str, driver: Any, *, may_prepare: bool = True) -> None:
-    """Set up the session of a synchronous driver, and choose what runs its statements."""
-    if not hasattr(driver, "pgconn"):
-        set_up(connection, vendor, driver)
-        if connection.mariadb:
-            from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
-
-            connection.prepared = mariadb.prepared_for(driver)
-        return
-    from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-    set_up(connection, vendor, driver, ask=partial(psycopg.ask, driver))
-    # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
-    prepared = psycopg.prepared_for(driver, prepare=connection.direct and may_prepare)
-    connection.prepared = None if prepared is None else prepared.execute
+        connection.question = partial(_rows, connection.raw, "SELECT 1")
+    runtime.current.deadlines.bound(connection, partial(_set_up, connection, vendor, driver, wait, ask))
 
 
 def options(driver: str, given: Mapping[str, Any], purpose: str) -> dict[str, Any]:
@@ -155,29 +159,25 @@ def name_of(purpose: str, application: str) -> str:
     return f"{PREFIX}{purpose} of {application}" if application else f"{PREFIX}{purpose}"
 
 
-def _keep_alive(descriptor: int) -> None:
+def _keep_alive(wire: socket.socket) -> None:
     """Let the kernel check sooner than by default whether the other side of a TCP connection is still there."""
-    sock = socket.socket(fileno=descriptor)
-    try:
-        if sock.family not in {socket.AF_INET, socket.AF_INET6}:
-            return
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                known = sock.getsockopt(socket.IPPROTO_TCP, option)
-                sock.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
-    finally:
-        _ = sock.detach()
+    if wire.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            known = wire.getsockopt(socket.IPPROTO_TCP, option)
+            wire.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
 
 
-def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any]) -> None:
+def _set_up(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
+    restore(vendor, driver, wait)
     begun = clock.now()
     if vendor == "postgresql":
         process, name = _process(driver), name_of(connection.purpose, "")
         connection.direct = process is not None and bool(ask(_POSTGRESQL.format(process=process, name=name)))
         connection.round_trip = clock.now() - begun
         return
-    connection.direct = True
     if vendor == "sqlite":
         connection.busy_timeout = int(timing.DEFAULT.single_try * 500)  # a try must find out here too that it is busy
         _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
@@ -188,9 +188,9 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
     _ = ask(_MYSQL)
     connection.round_trip = clock.now() - begun
     server = [str(name) for name, *_ in _rows(connection.raw, _SERVER)]
-    connection.mariadb, connection.galera = "version" in server, "wsrep_on" in server
-    connection.certified = connection.galera or "group_replication_group_name" in server
-    if connection.galera:
+    connection.mariadb, connection.direct = "version" in server, "wsrep_on" not in server
+    connection.certified = not connection.direct or "group_replication_group_name" in server
+    if not connection.direct:
         _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
     elif connection.certified and "group_replication_single_primary_mode" in server:
         _ = ask("SET SESSION group_replication_consistency = 'BEFORE'")  # else a tenure may have yet to arrive here

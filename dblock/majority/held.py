@@ -178,9 +178,9 @@ class Held(Hold):
     def grow_at(self, moment: float) -> None:
         """Ask the missing databases again at that local time, and so on."""
         if self._missing():
-            runtime.current.deadlines.arm(self, moment)
+            runtime.current.deadlines.arm(self._grow, moment)
 
-    def cut(self) -> None:
+    def _grow(self) -> None:
         """Ask the missing databases, without waiting for their answers: the moment has come."""
         try:
             if self._is_live():

@@ -71,10 +71,10 @@ VALUES ({parameter.format(":key")}, NULL, 1, 0, :life, {words.now}, {words.after
 """
     return Quorum(
         Statement("take_proposed", take, words.numbers, row_locked=WhenLocked.SKIP, database_locked=WhenLocked.RAISE),
-        Statement("confirm", confirm, Reply.COUNT, critical=True, priority=True),
-        Statement("server", server, Reply.ROWS, critical=True, priority=True),
-        Statement("record_server", record, Reply.COUNT, critical=True, priority=True),
-        Statement("lengthen_quarantine", lengthen, Reply.COUNT, critical=True, priority=True),
+        Statement("confirm", confirm, Reply.COUNT, critical=True),
+        Statement("server", server, Reply.ROWS, critical=True),
+        Statement("record_server", record, Reply.COUNT, critical=True),
+        Statement("lengthen_quarantine", lengthen, Reply.COUNT, critical=True),
     )
 
 

@@ -204,7 +204,7 @@ def believes_the_row(patch: Callable[..., None]) -> None:
     def credulous(database: Any, tenure: Tenure, owner: str, request: Any) -> Steps[Grant | Loss]:
         grant = yield from attach(database, tenure, owner, request)
         if isinstance(grant, Loss):
-            info = yield from tenures.look(database, tenure.key)
+            info = yield from tenures.inspect(database, tenure.key)
             if info is not None and info.fence == tenure.fence and info.remaining > 0:
                 return Grant(tenure._replace(owner=str(info.owner)), database.now(), TTL)
         return grant

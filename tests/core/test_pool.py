@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import PooledConnection, Wire
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import StoreUnreachable
@@ -39,13 +39,6 @@ class Pool(AutocommitPool):
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         how = "terminate" if broken else "close"
         self.told.append(f"{how} after a cut" if connection.overdue else how)
-
-
-class Due:
-    """Anything that is due at a time, and makes a call then."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.cut = call
 
 
 class Loop:
@@ -103,34 +96,33 @@ def test_each_event_loop_has_its_own() -> None:
 def test_a_descriptor_that_somebody_has_closed() -> None:
     """What cannot be cut does not end the watch over all others."""
     deadlines = Deadlines()
-    reader, writer = os.pipe()
-    os.close(writer)
-    broken, sound = PooledConnection(shutdown_fd=writer), PooledConnection(shutdown_fd=reader)
+    broken, sound = (PooledConnection(wire=Wire(fileno=each.detach())) for each in socket.socketpair())
+    wire = broken.wire
+    assert wire is not None
+    os.close(wire.fileno())
     for connection in (broken, sound):
-        deadlines.arm(connection, soon(0.01))
+        deadlines.arm(connection.cut, soon(0.01))
         assert until(partial(getattr, connection, "overdue"))
-        assert not deadlines.disarm(connection)
-    broken.shutdown_fd = -1
+        assert not deadlines.disarm(connection.cut)
+    _ = wire.detach()
 
 
 def test_a_deadline_cuts_no_later_statement() -> None:
     """A connection that sends again while the round, which has seen its old deadline, cuts another one."""
     deadlines, later = Deadlines(), soon(60)
-    reused = PooledConnection(shutdown_fd=os.open(os.devnull, os.O_RDONLY))
+    reused = PooledConnection(wire=Wire())
 
     def answered() -> None:
-        assert deadlines.disarm(reused)
-        deadlines.arm(reused, later)
+        assert deadlines.disarm(reused.cut)
+        deadlines.arm(reused.cut, later)
 
-    deadlines.arm(Due(answered), moment := clock.now() - 0.1)  # the first that is due
-    deadlines._due[reused] = moment
+    deadlines.arm(answered, moment := clock.now() - 0.1)  # the first that is due
+    deadlines._due[reused.cut] = moment
     _ = deadlines.round()
-    assert deadlines._due == {reused: later}
-    assert deadlines.disarm(reused)
+    assert deadlines._due == {reused.cut: later}
+    assert deadlines.disarm(reused.cut)
     assert not reused.overdue
     _ = deadlines.wake()  # its thread does not wait a minute before it ends
-    os.close(reused.shutdown_fd)
-    reused.shutdown_fd = -1
 
 
 def test_other_calls_are_made_at_their_time() -> None:
@@ -142,7 +134,7 @@ def test_other_calls_are_made_at_their_time() -> None:
         made.append((number, clock.now() >= moment))
 
     for number, seconds in ((2, 0.06), (1, 0.02), (3, 0.1)):
-        deadlines.arm(Due(partial(make, number, begun + seconds)), begun + seconds)
+        deadlines.arm(partial(make, number, begun + seconds), begun + seconds)
     assert until(lambda: len(made) == 3)
     assert sorted(made) == [(1, True), (2, True), (3, True)]
 
@@ -160,7 +152,7 @@ class AskedPool(Pool):
 
     def open(self, connection: PooledConnection) -> None:
         super().open(connection)
-        connection.shutdown_fd, connection.question = os.open(os.devnull, os.O_RDONLY), lambda: None
+        connection.wire, connection.question = Wire(), lambda: None
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         self.asked.append((connection, until - clock.now()))

@@ -17,12 +17,12 @@ from tests.support.lab import LONG
 from tests.support.pool_model import FAULTS, InUse, Line, PoolWorld, Use
 
 Plans = tuple[tuple[int | None, tuple[Use, ...]], ...]
-ONE, TWICE, LONGER, URGENT = (Use(),), (Use(), Use()), (Use(hold=0.2),), (Use(priority=True),)
+ONE, TWICE, LONGER, URGENT = (Use(),), (Use(), Use()), (Use(hold=0.2),), (Use(critical=True),)
 EACH: Plans = ((None, ONE), (None, ONE))
 PAIR: Plans = ((None, ONE), (None, TWICE))
 CROWD: Plans = ((None, LONGER), (None, ONE), (None, URGENT))
 LOOPS: Plans = ((1, (Use(hold=0.4),)), (2, ONE))
-RENEWAL: Plans = ((None, LONGER), (None, (Use(critical=True, priority=True),)))
+RENEWAL: Plans = ((None, LONGER), (None, URGENT))
 WORLDS: dict[str, tuple[float, Plans]] = {
     "each of one": (1, EACH),
     "two of one": (1, PAIR),

@@ -483,9 +483,9 @@ def test_nothing_watches_over_a_statement_that_was_not_sent(subject: Subject, mo
     with lock:
         pass  # with a connection that is idle
 
-    def struck(deadlines: Deadlines, connection: Any, moment: float) -> None:
-        arm(deadlines, connection, moment)
-        armed.append(connection)
+    def struck(deadlines: Deadlines, cut: Any, moment: float) -> None:
+        arm(deadlines, cut, moment)
+        armed.append(cut)
         if len(armed) == 1:
             raise Interrupted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -150,21 +149,19 @@ def test_the_kernel_watches_idle_connections(subject: Subject, actors: Callable[
     lock = subject.lock("k", timeout=20)
     actors(subject).within(lock)
     [connection, *_] = lock._place.store()._source._idle
-
+    wire = connection.wire
     expected = {name: value for name, value in sessions.KEEPALIVE.items() if hasattr(socket, name)}
 
     def options() -> dict[str, int]:
-        with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
-            assert descriptor.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            return {name: descriptor.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in expected}
+        assert wire.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        return {name: wire.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in expected}
 
     assert options() == expected
     idle = socket.IPPROTO_TCP, socket.TCP_KEEPIDLE
-    with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
-        descriptor.setsockopt(*idle, 4)
-        sessions._keep_alive(connection.shutdown_fd)
-        assert options() == {**expected, "TCP_KEEPIDLE": 4}
-        descriptor.setsockopt(*idle, expected["TCP_KEEPIDLE"])
+    wire.setsockopt(*idle, 4)
+    sessions._keep_alive(wire)
+    assert options() == {**expected, "TCP_KEEPIDLE": 4}
+    wire.setsockopt(*idle, expected["TCP_KEEPIDLE"])
 
 
 @pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)

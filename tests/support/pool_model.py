@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from dblock.core import timing
-from dblock.core.connections.connection import PooledConnection, Waiter
+from dblock.core.connections.connection import PooledConnection, Waiter, Wire
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import PoolExhausted, StoreUnreachable
 from dblock.core.wakeup.registry import Wakeup
@@ -31,8 +31,9 @@ FAULTS = (
     *("fails", "cancel", "hangs", "close_all", "close_loop", "fork"),
 )
 """What can go wrong, once in a world."""
-NO_DESCRIPTOR = 2**20
-"""Of no socket: what it is cut with fails."""
+NO_WIRE = Wire()
+"""Whoever cuts a connection by it fails."""
+NO_WIRE.close()
 
 
 class Refused(Exception):
@@ -44,7 +45,6 @@ class Use(NamedTuple):
 
     timeout: float = 0.6
     critical: bool = False
-    priority: bool = False
     hold: float = 0.0
     """Seconds of its statement."""
 
@@ -120,9 +120,9 @@ class Actor:
     def due(self) -> float:
         return max(self.wakes, self.blocked_until) if self.runs else math.inf
 
-    def place(self) -> tuple[int, int]:
-        """The lower, the sooner it is served."""
-        return (-self.queued.rank, self.joined) if self.queued is not None else (0, self.world.count + 1)
+    def place(self) -> int:
+        """Its place among those that wait for the same: the lower, the sooner it is served."""
+        return self.world.count + 1 if self.queued is None else self.joined
 
     def in_line(self, critical: bool) -> bool:
         """Whether it waits for a connection, to renew or release if `critical`, and is not blocked."""
@@ -189,7 +189,7 @@ class ModelPool(AutocommitPool):
         self._world.stop("open")
         connection.raw = Raw()
         self._world.raws.add(connection.raw)
-        connection.question, connection.shutdown_fd = bool, NO_DESCRIPTOR
+        connection.question, connection.wire = bool, NO_WIRE
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         raw: Raw = connection.raw
@@ -260,9 +260,7 @@ class PoolWorld:
             actor.turn, actor.use, actor.queued = turn, use, None
             until = self.time + use.timeout
             with contextlib.suppress(PoolExhausted, StoreUnreachable, Refused, KeyboardInterrupt):
-                connection: PooledConnection | None = self.pool.take(
-                    until, critical=use.critical, priority=use.priority
-                )
+                connection: PooledConnection | None = self.pool.take(until, critical=use.critical)
                 assert connection is not None
                 self.lent(connection, actor, use)
                 try:
@@ -518,7 +516,8 @@ class PoolWorld:
             waiting = [each for each in self.actors if each.runs and each.waiter in self.pool._line]
             assert not waiting, "somebody is still in the line"
             for _ in range(int(self.pool._most[critical])):
-                self.running, waiter = Actor(self, None, lambda: None, use=Use()), Waiter(math.inf, None, 2 * critical)
+                self.running = Actor(self, None, lambda: None, use=Use())
+                waiter = Waiter(math.inf, None, critical=bool(critical))
                 self.pool._line.insert(0, waiter)
                 connection = self.pool._claim(waiter)
                 assert connection is not None, "a slot is lost"
@@ -570,7 +569,7 @@ class _PoolCanon(Canon):
             flat.values.append(it)
         elif issubclass(kind, PooledConnection | Wakeup) and self._is_new(it, flat):
             if kind is Waiter:
-                self._add_each((it.notified(), it.rank, type(it.error).__name__, it.polls_by, it.since), flat)
+                self._add_each((it.notified(), it.critical, type(it.error).__name__, it.polls_by, it.since), flat)
             elif issubclass(kind, Wakeup):
                 flat.values.append(it.notified())
             else:

@@ -9,17 +9,13 @@ import contextlib
 import math
 import os
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from dblock.core import clock, timing
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup.registry import Wakeup
-
-FD_LOCK: Final = threading.RLock()
-"""Held while a descriptor is used or closed, and during a fork."""
 
 
 class Waiter(Wakeup):
@@ -28,12 +24,12 @@ class Waiter(Wakeup):
     A lost notification costs it a poll interval; one that an interrupt has left in the line keeps nobody waiting.
     """
 
-    __slots__ = ("critical", "error", "home", "polls_by", "rank", "since", "until")
+    __slots__ = ("critical", "error", "home", "polls_by", "since", "until")
 
-    def __init__(self, until: float, home: object, rank: int) -> None:
-        """`home`: its event loop; waiters of a higher rank come first, those that renew or release have 2 or more."""
+    def __init__(self, until: float, home: object, *, critical: bool) -> None:
+        """`home`: its event loop; `critical`: it renews or releases."""
         super().__init__()
-        self.since, self.until, self.home, self.rank, self.critical = clock.now(), until, home, rank, rank > 1
+        self.since, self.until, self.home, self.critical = clock.now(), until, home, critical
         self.error: BaseException | None = None
         """Why the connection could not be opened that it has asked for."""
         _ = self.attend()
@@ -48,6 +44,16 @@ class Waiter(Wakeup):
         interval = min(max(times.local_poll, now - self.since), times.attention)
         self.polls_by = min(now + 2 * interval, self.until)
         return interval
+
+
+class Wire(socket.socket):
+    """A duplicate of a connection's socket, which stays valid whatever the driver does with its own."""
+
+    def __del__(self) -> None:
+        try:  # noqa: SIM105 - contextlib may be gone when the interpreter ends
+            self.close()
+        except OSError:
+            pass
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,8 +75,8 @@ class PooledConnection:
     """What to return to the engine's own pool."""
     descriptor: int = -1
     """Descriptor of its socket, if it has one."""
-    shutdown_fd: int = -1
-    """A duplicate of that descriptor, which stays valid whatever the driver does with its own; -1: it cannot be cut."""
+    wire: Wire | None = None
+    """By which it is cut; None: it cannot be."""
     overdue: bool = False
     """Whether it was cut."""
     busy_timeout: int = 0
@@ -78,19 +84,18 @@ class PooledConnection:
     wal: bool = False
     """Whether its SQLite file has a write-ahead log."""
     direct: bool = False
-    """Whether it leads to one session; False behind a pooler that may use another session for each transaction."""
+    """Whether it leads to one session, which others can notify; False behind a pooler that may use another session for
+    each transaction, and on a node of a Galera cluster, whose sessions are not known to the other nodes."""
     mariadb: bool | None = None
     """True on MariaDB, False on MySQL, as the server's own parser tells; None on other databases."""
-    galera: bool = False
-    """Whether its server is a node of a Galera cluster."""
     certified: bool = False
     """Whether the server is a node of a Galera cluster, or of a replication group of MySQL."""
     idle_since: float = -math.inf
     """The local time at which it was returned or set up, and the server had answered; or at which its opening began."""
     purpose: str = "locks"
     """Purpose of its session, part of the name that the server shows."""
-    question: Callable[[], object] | None = None
-    """Probes the server with a trivial query; None where there is no server."""
+    question: Callable[[], object] = bool
+    """Probes the server with a trivial query, if there is a server."""
     round_trip: float = 0.0
     """Seconds that the server took to answer when the session was set up."""
     opening_for: Waiter | None = None
@@ -106,13 +111,9 @@ class PooledConnection:
         """End the call that waits for an answer on it. Its flow may notice late, so it counts as in use no more."""
         self.overdue = True
         self.in_use.discard(id(self))
-        with FD_LOCK, contextlib.suppress(OSError):  # the application may have closed all descriptors
-            if self.shutdown_fd >= 0:
-                handle = socket.socket(fileno=self.shutdown_fd)
-                try:
-                    handle.shutdown(socket.SHUT_RDWR)
-                finally:
-                    _ = handle.detach()
+        if self.wire is not None:
+            with contextlib.suppress(OSError):  # it has ended, or the application has closed all descriptors
+                self.wire.shutdown(socket.SHUT_RDWR)
 
     def disconnect_in_child(self) -> None:
         """In a forked child: end a call that waits for an answer, which the parent will get; the server sees nothing.
@@ -120,17 +121,11 @@ class PooledConnection:
         So a child that was forked in a signal handler during a statement does not hang.
         """
         with contextlib.suppress(OSError):  # closed
-            if self.shutdown_fd >= 0 and os.path.sameopenfile(self.descriptor, self.shutdown_fd):
+            if self.wire is not None and os.path.sameopenfile(self.descriptor, self.wire.fileno()):
                 ours, theirs = socket.socketpair()
                 theirs.close()
                 _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
                 ours.close()
 
-    def __del__(self, lock: Any = FD_LOCK, close: Callable[[int], None] = os.close) -> None:
+    def __del__(self) -> None:
         self.in_use.discard(id(self))
-        with lock:  # by default values, which are still there when the interpreter ends
-            if self.shutdown_fd >= 0:
-                try:  # noqa: SIM105 - contextlib may be gone
-                    close(self.shutdown_fd)
-                except OSError:
-                    pass

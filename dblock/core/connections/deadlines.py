@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dblock.core import clock, timing
 from dblock.core.connections.connection import PooledConnection
@@ -21,14 +21,8 @@ from dblock.core.log import warn
 from dblock.core.worker import Worker
 
 T = TypeVar("T")
-
-
-class Cuttable(Protocol):
-    """A connection, or whatever else is due at a time."""
-
-    def cut(self) -> None:
-        """End the call that waits for an answer on it. It neither waits itself nor runs code of the application."""
-        ...
+Cut = Callable[[], object]
+"""What is called at a deadline, `PooledConnection.cut` for example. It waits for nothing, and raises nothing."""
 
 
 class Deadlines(Worker):
@@ -36,44 +30,44 @@ class Deadlines(Worker):
 
     def __init__(self) -> None:
         super().__init__("deadlines", partial(warn, "cannot watch the deadlines of statements: %s"))
-        self._due: dict[Cuttable, float] = {}
+        self._due: dict[Cut, float] = {}
 
-    def arm(self, connection: Cuttable, moment: float) -> None:
-        """Cut the connection at that local time, unless its statement has ended by then."""
-        self._due[connection] = moment
+    def arm(self, cut: Cut, moment: float) -> None:
+        """Call `cut` at that local time, unless the statement has ended by then."""
+        self._due[cut] = moment
         if moment < self.wakes_at:
             _ = self.wake()
 
-    def disarm(self, connection: Cuttable) -> bool:
-        """Remove the deadline, as the statement has ended; False if the connection was cut."""
+    def disarm(self, cut: Cut) -> bool:
+        """Remove the deadline, as the statement has ended; False if its connection was cut."""
         with self._lock:
-            return self._due.pop(connection, None) is not None
+            return self._due.pop(cut, None) is not None
 
     def bound(self, connection: PooledConnection, ask: Callable[[], T], moment: float | None = None) -> T:
         """What `ask` returns, which waits for answers on the connection; TimeoutError if it was cut, at that time.
 
         By default it has as long as a statement.
         """
-        if connection.shutdown_fd < 0:
+        if connection.wire is None:
             return ask()
         try:
-            self.arm(connection, clock.now() + timing.DEFAULT.statement_timeout if moment is None else moment)
+            self.arm(connection.cut, clock.now() + timing.DEFAULT.statement_timeout if moment is None else moment)
             answer = ask()
         finally:
-            in_time = self.disarm(connection)
+            in_time = self.disarm(connection.cut)
         if not in_time:
             raise TimeoutError("the server did not answer in time")
         return answer
 
     def round(self) -> float:
         now, soonest = clock.now(), math.inf
-        for connection, moment in list(self._due.items()):
+        for cut, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)
                 continue
             with self._lock:  # it is not late if its statement has ended, and the connection perhaps sends another one
-                if late := self._due.get(connection) == moment:
-                    del self._due[connection]
+                if late := self._due.get(cut) == moment:
+                    del self._due[cut]
             if late:
-                connection.cut()
+                _ = cut()
         return soonest

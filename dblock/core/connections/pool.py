@@ -7,9 +7,9 @@ has to be reset between two uses. Idle connections form a stack, the last used o
 
 At most `most` connections are in use at a time for taking and waiting, and as many (at least two) for renewing and
 releasing. A caller that finds none waits in a line until its time is up. Those that renew or release come first and so
-never wait behind takes; then come statements that continue an operation, then those that begin one. What is free is
-reserved for the first waiters: otherwise a thread that returns a connection and wants one again would be faster than a
-notified waiter. A waiter that has missed a poll (its event loop is blocked, its call was interrupted) is passed over.
+never wait behind takes; else they are served as they came. What is free is reserved for the first waiters: otherwise a
+thread that returns a connection and wants one again would be faster than a notified waiter. A waiter that has missed a
+poll (its event loop is blocked, its call was interrupted) is passed over.
 
 A connection that is returned serves the line. So does a new one: it is opened in the background, and idle when it is
 open, whether or not the waiter that has asked for it still waits. No more are expected than waiters can have, and one
@@ -23,7 +23,6 @@ Rule: the faces define what a connection is, and where its driver waits (in a th
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from bisect import insort
@@ -47,8 +46,6 @@ KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
 HANGING: Final = 5
 """While so many openings are not expected any more, no take begins another one; while twice as many, nobody does."""
-RESTING: Final = 1
-"""Idle connections that a pool keeps for ever."""
 
 background: Final = ContextVar("dblock background", default=False)
 """Whether the running thread or task does work that no caller waits for."""
@@ -81,11 +78,14 @@ class AutocommitPool:
     # -- what a face provides
 
     def open(self, connection: PooledConnection) -> None:
-        """Open it: set `raw`, in autocommit mode, and `prepared` and `shutdown_fd` where possible."""
+        """Open it: set `raw`, in autocommit mode, and `prepared` and `wire` where possible."""
         raise NotImplementedError
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
-        """Close it; without waiting for the server if it is broken, or of an event loop that does not run here."""
+        """Close it; without waiting for the server if it is broken, or of an event loop that does not run here.
+
+        It may not have been opened, or not in full. Errors are ignored.
+        """
         raise NotImplementedError
 
     def is_over(self, loop: Any) -> bool:
@@ -109,36 +109,29 @@ class AutocommitPool:
 
     # -- for the executors
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """An idle connection of this event loop, or a new one; LockStoreError if there is none until that local time.
 
-        `critical`: for renewing or releasing; `priority`: before waiting callers that are not.
+        `critical`: for renewing or releasing.
         """
         if self._generation is None and not background.get():
             self._generation = object()
-        loop, rank, found = self.loop(), 2 * critical + priority, None
+        loop, found = self.loop(), None
         with self._mutex:
-            first = self._line[0].rank if self._line else -1
-            if first < 2 * critical and len(self._in_use[critical]) < self._most[critical]:
+            overtakes = not self._line or self._line[0].critical < critical
+            if overtakes and len(self._in_use[critical]) < self._most[critical]:
                 found = self._lend(loop, self._in_use[critical])
-        if found is None:
-            found = self._take_in_turn(Waiter(until, loop, rank))
-        while found.closed or (  # the parent's, if a fork came between
-            clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until)
+        while (
+            found is None
+            or found.closed  # the parent's, if a fork came between
+            or (clock.now() - found.idle_since >= timing.DEFAULT.trusted_idle and not self._is_alive(found, until))
         ):
-            found = self._take_in_turn(Waiter(until, loop, rank | 1))
+            found = self._take_in_turn(Waiter(until, loop, critical=critical))
         return found
-
-    def open_apart(self) -> PooledConnection:
-        """A connection to listen on, which is never returned; for a thread or task of its own."""
-        listener = PooledConnection(loop=self.loop(), purpose="listener")
-        self.open(listener)
-        return listener
 
     def ask(self, connection: PooledConnection, until: float) -> None:
         """Probe the server, if there is one; raises unless it answers by that local time."""
-        if connection.question is not None:
-            _ = self.deadlines.bound(connection, connection.question, until)
+        _ = self.deadlines.bound(connection, connection.question, until)
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
@@ -165,9 +158,9 @@ class AutocommitPool:
     def prune(self) -> bool:
         """Close what has been idle for too long, except the last; whether others are left that will have been."""
         with self._mutex:
-            while self._idle[RESTING:] and self._idle[0].idle_since < clock.now() - timing.DEFAULT.idle_session:
+            while self._idle[1:] and self._idle[0].idle_since < clock.now() - timing.DEFAULT.idle_session:
                 self.in_background(self._close, self._idle.pop(0))
-            return len(self._idle) > RESTING
+            return len(self._idle) > 1
 
     def close_all(self) -> None:
         """Close all idle connections, and the others when they are returned.
@@ -183,8 +176,6 @@ class AutocommitPool:
         for connection in parents:
             connection.disconnect_in_child()
             connection.closed = True
-        for waiter in self._line:  # of the parent's threads; the one that survives gives up
-            waiter.until = -math.inf
         for each in (*self._in_use, self._line):
             each.clear()
         self._idle, self._all, self._mutex = [], weakref.WeakValueDictionary(), threading.RLock()
@@ -198,7 +189,7 @@ class AutocommitPool:
             with self._mutex:
                 while self._line and self._line[0].until <= clock.now():  # an interrupt has left it there
                     del self._line[0]
-                insort(self._line, waiter, key=lambda each: -each.rank)
+                insort(self._line, waiter, key=lambda each: not each.critical)
             while True:
                 with self._mutex:
                     interval = waiter.attend()
@@ -277,14 +268,13 @@ class AutocommitPool:
         try:
             self.open(connection)
         except BaseException as error:  # noqa: BLE001 - raised for the waiter
-            connection.raw = None
             with self._mutex:
-                if waiter is not None and waiter in self._line:
+                if waiter in self._line:
                     waiter.error = error
                     waiter.notify()
                 else:  # nobody else does so
                     leave_out_driver(error)
-            self._close(connection)
+            self._close(connection, broken=True)
         else:
             connection.opening_for = None
             self.give(connection)
@@ -296,18 +286,14 @@ class AutocommitPool:
         closed with it, as the network has probably dropped them too. The part is long enough for the round trip that
         was measured when the session was set up.
         """
-        if connection.question is None or connection.shutdown_fd < 0:
-            return True
         now = clock.now()
-        left = until - now
-        answer = max(timing.DEFAULT.question, 2 * connection.round_trip, left * PROBE_SHARE)
+        answer = max(timing.DEFAULT.question, 2 * connection.round_trip, (until - now) * PROBE_SHARE)
         try:
-            self.ask(connection, now + min(answer, left / 2))
+            self.ask(connection, min(now + answer, until))
         except BaseException as error:
-            self._close(connection, broken=True)  # an answer may yet come
+            self.drop(connection, others=isinstance(error, Exception))  # an answer may yet come
             if not isinstance(error, Exception):  # interrupted
                 raise
-            self._close_idle(broken=True)
             return False
         return True
 
@@ -341,9 +327,7 @@ class AutocommitPool:
             if connection in self._idle:  # of an event loop that is gone
                 self._idle.remove(connection)
             self._notify()
-        if connection.raw is None:
-            return
         if broken:
             connection.cut()  # so that the driver's closing never waits for the server
-        with contextlib.suppress(Exception):  # it was broken
+        with contextlib.suppress(Exception):
             self.close(connection, broken=broken)

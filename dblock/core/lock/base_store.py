@@ -29,7 +29,7 @@ _ANSWERS: Final = frozenset({int, float, str, type(None)})
 class ConnectionSource(Protocol):
     """The source of connections for statements."""
 
-    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool) -> PooledConnection:
         """A connection for a statement; PoolExhausted or StoreUnreachable if there is none until that local time."""
         ...
 
@@ -78,7 +78,7 @@ class BaseStore:
         now, timing, statement = self.database.now(), self.database.timing, step.statement
         until = timing.answer_by(now, step.until, critical=statement.critical)
         try:
-            connection = self._source.take(until, critical=statement.critical, priority=statement.priority)
+            connection = self._source.take(until, critical=statement.critical)
         except self._connect_errors as error:
             refused = self._not_connected(error, step)
             raise refused from refused.__cause__
@@ -87,13 +87,13 @@ class BaseStore:
             raise LockStoreError(f"{self._described} is another one than the one that was meant")
         deadlines, latency = runtime.current.deadlines, self.database.latency
         latency.answered = max(latency.answered, connection.idle_since)
-        watched, in_time = connection.shutdown_fd >= 0, True
+        watched, in_time = connection.wire is not None, True
         # On SQLite, for other writers: half of the rest, so that the holder can be read; then the protocol tries again.
         patience = max(1, math.ceil(min(timing.single_try, (until - now) / 2) * 1000))
         try:
             try:
                 if watched:
-                    deadlines.arm(connection, until)
+                    deadlines.arm(connection.cut, until)
                 if 0 < connection.busy_timeout != patience:
                     _bound_sqlite(connection, patience)
                 rows = self._perform(connection, step)
@@ -101,7 +101,7 @@ class BaseStore:
                     rows = without_secrets(statement, rows)
             finally:
                 if watched:
-                    in_time = deadlines.disarm(connection)
+                    in_time = deadlines.disarm(connection.cut)
         except self._errors as error:
             leave_out_driver(error)
             if not in_time:

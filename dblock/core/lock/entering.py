@@ -133,7 +133,7 @@ def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | 
         if timeout:
             hold.store.database.before_waiting()
             yield from sleep(hold.store, timeout)
-        return Refused((yield from tenures.look(hold.store.database, hold.tenure.key)))
+        return Refused((yield from tenures.inspect(hold.store.database, hold.tenure.key)))
     if reads or (timeout is None and hold.endless):
         raise waits_for_itself(lock, flow)
     return None

@@ -34,11 +34,11 @@ class KillQueryListener:
         self,
         store: BaseStore,
         connection: PooledConnection,
-        close: Callable[[], object],
+        close: Callable[[], None],
         channel: str,
         wakeups: Wakeups,
     ) -> None:
-        self._store, self._connection, self._close = store, connection, close
+        self._store, self._connection, self.close = store, connection, close
         self._channel, self._wakeups = channel, wakeups
         _ = self._run("unlogged", {}, 0.0)
         self.named = self._takes_name(0)
@@ -67,11 +67,6 @@ class KillQueryListener:
     def ask(self, until: float) -> None:
         """No probe is needed: each listening statement has to be answered in time."""
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._connection.cut()  # so that the driver never waits
-        _ = self._close()
-
     def _takes_name(self, seconds: float) -> bool:
         return self._run("listen", {"channel": self._channel, "seconds": int(seconds)}, seconds) == [(1,)]
 
@@ -92,16 +87,12 @@ class KillQueryListener:
 
 
 def open_listener(
-    store: BaseStore, connection: PooledConnection, close: Callable[[], object], channel: str, wakeups: Wakeups
+    store: BaseStore, connection: PooledConnection, close: Callable[[], None], channel: str, wakeups: Wakeups
 ) -> KillQueryListener | None:
-    """A listener on a connection of its own; None, with the connection closed, where KILL QUERY cannot reach it.
+    """A listener on a connection of its own; None where KILL QUERY cannot reach it.
 
-    That is where a proxy sends sessions to different servers, or changes the session between statements, and on a
-    Galera cluster, where the releaser may be at another node.
+    That is where a proxy sends sessions to different servers, or changes the session between statements.
     """
-    if connection.galera:
-        _ = close()
-        return None
     listener = KillQueryListener(store, connection, close, channel, wakeups)
     call = cast("Statement", store.database.dialect.call)
     try:
@@ -111,6 +102,5 @@ def open_listener(
     except LockStoreError as error:
         if isinstance(error, PASSING):  # that may pass
             raise
-        listener.close()
         return None
     return listener

@@ -95,7 +95,7 @@ from dblock.core.log import warn
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.statements.base import Masked, Statement, beside_writers, with_priority
+from dblock.core.statements.base import Masked, Statement, beside_writers
 from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure, key_of_share
 
 if TYPE_CHECKING:
@@ -142,15 +142,12 @@ def tenure_of(request: Parameters, rows: Rows) -> Tenure:
 
 def inspect(database: Database, key: str) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    return look(database, key, statement=database.dialect.inspect)
+    return look(database, key)
 
 
-def look(
-    database: Database, key: str, until: float | None = None, statement: Statement | None = None
-) -> Steps[LockInfo | None]:
-    """The same as part of an operation, until that local time, with priority over plain inspections."""
-    statement = statement or with_priority(database.dialect.inspect)
-    _, rows = yield from send(database, statement, {"key": key}, until, resend=True)
+def look(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+    """The same as part of an operation, until that local time."""
+    _, rows = yield from send(database, database.dialect.inspect, {"key": key}, until, resend=True)
     return info_of(key, rows[0]) if rows else None
 
 
@@ -227,7 +224,7 @@ def renew(
 
 def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
     """Read why a tenure is over."""
-    return _loss(tenure, (yield from look(database, tenure.key)))
+    return _loss(tenure, (yield from inspect(database, tenure.key)))
 
 
 def _loss(tenure: Tenure, info: LockInfo | None) -> Loss:
@@ -259,7 +256,7 @@ def attach(database: Database, tenure: Tenure, owner: str, request: Parameters) 
         if rows:
             return Grant(tenure._replace(owner=owner), sent, ttl)
         found = yield from epoch.read(database, until)
-        info = yield from look(database, tenure.key)
+        info = yield from inspect(database, tenure.key)
         if info is None or not _shows(info, tenure):
             return _loss(tenure, info)
         # Keys are closed; or they were until the server was found just now, or the hold was detached just now.

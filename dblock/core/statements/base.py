@@ -143,8 +143,6 @@ class Statement:
     reply: Reply
     critical: bool = False
     """Whether it serves a holder or a waiter: it never waits for a connection behind takes."""
-    priority: bool = False
-    """Whether it continues an attempt, or held locks depend on it: it gets the next connection."""
     row_locked: WhenLocked = WhenLocked.RETRY
     database_locked: WhenLocked = WhenLocked.RETRY
     owners: tuple[int, ...] = ()
@@ -153,12 +151,6 @@ class Statement:
     def over(self, tables: Tables, quote: str) -> Statement:
         """The same statement over these tables."""
         return replace(self, sql=tables.named(self.sql, quote))
-
-
-@lru_cache(maxsize=64)
-def with_priority(statement: Statement) -> Statement:
-    """The same statement as part of an attempt, with priority."""
-    return replace(statement, priority=True)
 
 
 @lru_cache(maxsize=64)

@@ -64,7 +64,7 @@ class Dialect:
         numbers = words.numbers
         self.take = Statement("take", common.take(words), numbers, row_locked=_SKIP, database_locked=_RAISE)
         """Begin a tenure on a row that is free or expired -> fence."""
-        self.create = Statement("create", self.CREATE, numbers, priority=True, row_locked=_SKIP)
+        self.create = Statement("create", self.CREATE, numbers, row_locked=_SKIP)
         """Begin the first tenure of a key that has no row -> fence."""
         self.inspect = Statement("inspect", common.inspect(words), _ROWS, owners=(0,))
         """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
@@ -73,10 +73,10 @@ class Dialect:
         """Set the number of entries of a live tenure, and let its lease last at least one `life` more."""
         self.extend = Statement("extend", common.extend(words), _COUNT, critical=True)
         """Set the lease of a live tenure to end one life from now."""
-        self.renew = Statement("renew", self.RENEW, _COUNT, critical=True, priority=True, row_locked=_RAISE)
+        self.renew = Statement("renew", self.RENEW, _COUNT, critical=True, row_locked=_RAISE)
         """Let the leases of many live tenures last at least one life more -> one row for each. A tenure that was asked
         back is left out if its holder is `not_notified` of that."""
-        self.alive = Statement("alive", self.ALIVE, _ROWS, critical=True, priority=True, owners=(1,))
+        self.alive = Statement("alive", self.ALIVE, _ROWS, critical=True, owners=(1,))
         """Those of many tenures that are alive -> key, owner, fence, revocation (null if it was not asked back)."""
         self.detach = Statement("detach", common.detach(words), _COUNT, critical=True)
         """Give a live tenure, which no flow holds from then on, the owner `heir`, the secret of a token; its lease
@@ -108,7 +108,7 @@ class Dialect:
         self.announce = Statement("announce", common.announce(words), numbers)
         """Record in the key's row that the ticket was given out, if `join` does not, or the row was created anew since
         -> milliseconds until the lease ends, 0 if the key is not held."""
-        self.queue_status = Statement("queue_status", common.queue_status(words), _ROWS, priority=True)
+        self.queue_status = Statement("queue_status", common.queue_status(words), _ROWS)
         """The queue as seen from a waiter: whether it has the key, seconds until the lease ends (less than 0: since it
         ended or was released), first ticket not served, last ticket, number of live waiters among the 16 nearest before
         it (1 if all of those are dead, as there may be others), whether it has a place."""
@@ -117,7 +117,7 @@ class Dialect:
         other holder -> its ticket, channel, owner token, fence, milliseconds from its join to the end of the tenure if
         that may be earlier than the place's, else 0, and not null if the database has notified its process, as one not
         `here`. If not `grant_answers`: let the live waiter `heir` begin it -> fence."""
-        self.accept = Statement("accept", common.accept(words), numbers, critical=True, priority=True)
+        self.accept = Statement("accept", common.accept(words), numbers, critical=True)
         """Let a waiter's new tenure count from now, and its lease last a whole life -> fence."""
         self.adopt_place = Statement("adopt_place", common.adopt_place(words), _COUNT, critical=True)
         """Give a waiter's place to another flow of the same process, under its own token `heir`."""
@@ -127,7 +127,7 @@ class Dialect:
         fence; and milliseconds of its lease, if that may be less than a whole life (with `covers` 1), else 0."""
         self.leave_queue = Statement("leave_queue", self.LEAVE_QUEUE, _COUNT, critical=True)
         """Delete places."""
-        self.first_waiter = Statement("first_waiter", common.first_waiter(words), _ROWS, priority=True, owners=(2,))
+        self.first_waiter = Statement("first_waiter", common.first_waiter(words), _ROWS, owners=(2,))
         """The first live waiter from ticket `first` on -> ticket, channel, owner token."""
         self.call = _if_needed("call", self.CALL)
         """Notify the process that listens on a channel, if the database can."""
@@ -140,7 +140,7 @@ class Dialect:
         self.listen = _if_needed("listen", self.LISTEN)
         """For that: let the session own the name `channel`, waiting whole `seconds` for it -> 1."""
         named = _ROWS if numbers is _ROWS else _COUNT
-        self.heartbeat = Statement("heartbeat", self.HEARTBEAT, named, critical=True, priority=True, owners=(0,))
+        self.heartbeat = Statement("heartbeat", self.HEARTBEAT, named, critical=True, owners=(0,))
         """Extend the places of many waiters that have not ended and were not served -> their owner tokens; or one empty
         row for each, from a database that cannot return them."""
         self.chain = Statement("chain", common.chain(words), _ROWS, owners=(0, 6))
@@ -158,22 +158,22 @@ class Dialect:
 
     def _write_those_of_shares(self, words: Vocabulary) -> None:
         """The statements on the rows with keys between `low` and `high`, beside the key's own row, the door."""
-        self.read = Statement("read", self.READ, words.numbers, priority=True, row_locked=_SKIP)
+        self.read = Statement("read", self.READ, words.numbers, row_locked=_SKIP)
         """Begin a reader's tenure on a row of its own, if no writer has the door and, unless `admitted`, none waits
         there; with a `holder`, only if that one has the door, with the fence `holders_fence` -> fence."""
         self.take_slot = Statement("take_slot", shares.take_slot(words), words.numbers, row_locked=_SKIP)
         """As `take`, for a slot, if the door is free and nobody waits there -> fence."""
-        self.alone = Statement("alone", shares.alone(words), _COUNT, critical=True, priority=True)
+        self.alone = Statement("alone", shares.alone(words), _COUNT, critical=True)
         """If there is no share, let the tenure of the door's holder count from now on; its lease gets no shorter -> one
         row."""
         leaving = shares.await_leaving(words)
-        self.await_leaving = Statement("await_leaving", leaving, _COUNT, critical=True, priority=True)
+        self.await_leaving = Statement("await_leaving", leaving, _COUNT, critical=True)
         """Let the lease of the door's holder end one life from now, and have it notified on `channel` when a share is
         left, unless it was `alone` -> one row."""
-        self.listed = Statement("listed", shares.listed(words), _ROWS, priority=True, owners=(1,))
+        self.listed = Statement("listed", shares.listed(words), _ROWS, owners=(1,))
         """At most `most` shares, in the order of their keys -> key, owner token, fence, seconds until the lease ends (0
         or less if the share is free)."""
-        self.end_expired = Statement("end_expired", shares.end_expired(words), _COUNT, priority=True, row_locked=_SKIP)
+        self.end_expired = Statement("end_expired", shares.end_expired(words), _COUNT, row_locked=_SKIP)
         """Delete those of `names` that are free or expired and that no transaction pins."""
         self.leaving_answers = bool(self.LEAVE_READ)
         """Whether the statements that leave also answer as `awaited`; else that is sent after them."""

@@ -106,8 +106,8 @@ WHERE id = 1 {words.durable}
 """
     return Epochs(
         Statement("first_epoch", first, Reply.COUNT),
-        Statement("epoch_status", status, Reply.ROWS, priority=True),
-        Statement("begin_epoch", _begin(words), Reply.COUNT, priority=True),
+        Statement("epoch_status", status, Reply.ROWS),
+        Statement("begin_epoch", _begin(words), Reply.COUNT),
         Statement("end_quarantine", end, Reply.COUNT),
         Statement("begin_quarantine", close, Reply.COUNT),
     )
