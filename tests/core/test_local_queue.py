@@ -213,7 +213,7 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     world = World()
     process = Process(world)
     fence = world._begin(None, wish().parameters("o"))[0][0]
-    first = process.acquires(timeout, flow="first")
+    first = process.acquires(timeout, flow="first", others_hold=False)
     begun(world, first, "wait")
     second = process.acquires(300, flow="second", others_hold=False)
     begun(world, second, "wait")
@@ -318,7 +318,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
 def test_an_inheritance_that_is_interrupted() -> None:
     """The database has it already: the third finds no place, and the second leaves none for a grant."""
     world, process, tenure, first, second = two_that_ask(1.0)
-    third = process.acquires(300, flow="third")
+    third = process.acquires(300, flow="third", others_hold=False)
     begun(world, third, "wait")
     world.time += 1
     assert not isinstance(play(world, first, {}), Grant)

@@ -49,7 +49,6 @@ from typing import Final
 from dblock.core.acquire.request import Request, about
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
-from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
@@ -120,15 +119,12 @@ class LocalQueue:
         """The row as last read, however long ago, and the local time of that."""
 
     @property
-    def _timing(self) -> Timing:
-        return self._beside.database.timing
-
-    @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if it was read lately."""
         info, seen = self.last_seen
         ago = self._now() - seen
-        return replace(info, age=info.age + ago) if info is not None and ago < self._timing.attention else None
+        lately = ago < self._beside.database.timing.attention
+        return replace(info, age=info.age + ago) if info is not None and lately else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
@@ -136,11 +132,12 @@ class LocalQueue:
 
     def _first(self) -> Waiting | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
+        timing, now = self._beside.database.timing, self._now()
         while self._waiters:
             first = next(iter(self._waiters))
             taking = first.stage is Stage.TAKING
-            since = self._now() - (self._timing.attention if taking else self._timing.unresponsive_after)
-            if since < first.seen and (taking or first.wakeup.responsive()):
+            lasts = timing.attention if taking else timing.unresponsive_after
+            if now < first.seen + lasts and (taking or first.wakeup.responsive()):
                 return first
             self._remove(first)
         return None
@@ -162,7 +159,7 @@ class LocalQueue:
         with self._beside.mutex:
             self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
             if self._first() is not waiter:
-                return self._timing.poll_notified
+                return self._beside.database.timing.poll_notified
             return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
     def begin_queueing(self, waiter: Waiting) -> Stage:
@@ -240,7 +237,7 @@ class LocalQueue:
 
     def expect_handover(self) -> None:
         """Let the first waiter expect an offer for a moment."""
-        self.handover_expected_until = self._now() + self._timing.local_handover_wait
+        self.handover_expected_until = self._now() + self._beside.database.timing.local_handover_wait
 
     def expect_no_handover(self) -> None:
         """Let the first waiter join the database's queue."""
