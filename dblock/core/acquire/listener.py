@@ -25,46 +25,37 @@ class Listener:
     """Listens for the waiters of one database."""
 
     def __init__(self, store: Store, wakeups: Wakeups, channel: str) -> None:
-        self._store = store
-        self._wakeups = wakeups
-        self._channel = channel
+        self._store, self._wakeups, self._channel = store, wakeups, channel
         self._wanted_at = 0.0
         self._lock = threading.RLock()  # a signal handler may wait for a lock
         self._runs: Callable[[], bool] = lambda: False
         self._unavailable = False
+        self._quiet_until = 0.0
+        """The local time until which a failure is not logged."""
         self.ready = False
         """Whether it is listening."""
 
     def want(self) -> None:
         """Listen, as a flow waits."""
         self._wanted_at = clock.now()
-        if self._unavailable or self._runs():
-            return
         with self._lock, contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is ending
-            if not self._runs():
+            if not (self._unavailable or self._runs()):
                 self._runs = self._store.in_background(self._run)
 
     def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + timing.DEFAULT.linger or self._wakeups.anybody_waits(
-            self._store.database
-        )
+        lately = clock.now() < self._wanted_at + timing.DEFAULT.linger
+        return lately or self._wakeups.anybody_waits(self._store.database)
 
     def _run(self) -> None:
-        told_after = clock.now() + timing.DEFAULT.surely_answered  # an outage is logged for all flows
-        try:
-            while self._wanted() and not self._unavailable:
-                try:
-                    self._listen()
-                except Exception as error:  # noqa: BLE001 - waiters work without it
-                    if self.ready:
-                        told_after = clock.now() + timing.DEFAULT.surely_answered
-                    elif clock.now() > told_after and not self._store.database.outage:
-                        warn("cannot listen at the database, trying again: %s", " ".join(str(error).split()))
-                        told_after = math.inf
-                    self._tell_all(ready=False)
-                    self._store.rest(timing.DEFAULT.attention)
-        finally:
-            self._tell_all(ready=False)
+        self._quiet_until = clock.now() + timing.DEFAULT.surely_answered  # an outage is logged for all flows
+        while self._wanted() and not self._unavailable:
+            try:
+                self._listen()
+            except Exception as error:  # noqa: BLE001 - waiters work without it
+                if clock.now() > self._quiet_until and not self._store.database.outage:
+                    warn("cannot listen at the database, trying again: %s", " ".join(str(error).split()))
+                    self._quiet_until = math.inf
+                self._store.rest(timing.DEFAULT.attention)
 
     def _listen(self) -> None:
         subscription = self._store.subscribe(self._channel, self._wakeups)
@@ -86,10 +77,12 @@ class Listener:
                     subscription.ask(clock.now() + timing.DEFAULT.critical_timeout)
                     heard_at = clock.now()
         finally:
+            self._quiet_until = clock.now() + timing.DEFAULT.surely_answered
+            self._tell_all(ready=False)
             with contextlib.suppress(Exception):
                 subscription.close()
 
     def _tell_all(self, *, ready: bool) -> None:
-        was_ready, self.ready = self.ready, ready
-        if ready or was_ready:
-            self._wakeups.notify_all(self._store.database)
+        """Let every waiter poll, as from now on it may, or may not, rely on notifications."""
+        self.ready = ready
+        self._wakeups.notify_all(self._store.database)
