@@ -10,9 +10,8 @@ import asyncio
 import re
 import threading
 from collections import deque
-from functools import partial
 from typing import Any, Final, NamedTuple
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from dblock.core import clock
 from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
@@ -169,25 +168,25 @@ class Wakeups:
     """
 
     def __init__(self) -> None:
-        self._registered: dict[tuple[str, int], ref[Wakeup]] = {}
+        self._registered: WeakValueDictionary[tuple[str, int], Wakeup] = WeakValueDictionary()
         self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Register a flow that waits for a key with that ticket; notify it at once if its message has come already."""
         place = key, ticket
-        self._registered[place] = ref(wakeup, partial(self._registered.pop, place))
+        self._registered[place] = wakeup
         if (message := self._unclaimed.pop(place, None)) is not None:
             _ = self.notify(message)
 
     def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Remove a flow that no longer waits with that ticket."""
-        if self._waiter((key, ticket)) is wakeup:
+        if self._registered.get((key, ticket)) is wakeup:
             _ = self._registered.pop((key, ticket), None)
 
     def notify(self, message: Message) -> bool:
         """Wake the receiver of a message; False if no waiter of this process has registered with its ticket yet."""
         place = message.key, message.ticket
-        if (wakeup := self._waiter(place)) is not None:
+        if (wakeup := self._registered.get(place)) is not None:
             wakeup.message = message
             wakeup.notify()
             return True
@@ -215,11 +214,7 @@ class Wakeups:
         """The keys and tickets of the waiters for a database."""
         return {place for place, _ in self._all(database)}
 
-    def _waiter(self, place: tuple[str, int]) -> Wakeup | None:
-        reference = self._registered.get(place)
-        return None if reference is None else reference()
-
     def _all(self, database: object = None) -> list[tuple[tuple[str, int], Wakeup]]:
         """All waiters, or those of a database. The references are copied in one step: others come and go meanwhile."""
-        waiters = [(place, reference()) for place, reference in list(self._registered.items())]
+        waiters = [(reference.key, reference()) for reference in self._registered.valuerefs()]
         return [(place, each) for place, each in waiters if each and (database is None or each.database is database)]
