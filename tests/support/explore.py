@@ -37,6 +37,7 @@ from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.registry import Message, Wakeup
+from dblock.core.worker import BinarySemaphore
 from tests.support.model import UNREPLICATED, Interrupted, ModelProcess, Post, World, copied, wish
 from tests.support.steps import NO_STORE, no_store, pause_of
 
@@ -601,6 +602,7 @@ def _adder(kind: Any) -> Callable[[Any, Any, Flat], None]:
 _ATTRIBUTES: dict[type, list[str]] = {
     LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
     Sharing: ["deadline", "until"],
+    BinarySemaphore: ["_lock"],
 }
 """What matters of objects that do not say it themselves."""
 

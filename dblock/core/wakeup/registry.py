@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections import deque
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from dblock.core import clock
 from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
+from dblock.core.worker import BinarySemaphore
 
 
 class Message(NamedTuple):
@@ -58,7 +58,7 @@ class Wakeup:
     receiver of each message, also of those. Too many messages close the socket.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_loop", "_quiet", "_received", "database", "message", "socket")
+    __slots__ = ("__weakref__", "_ended", "_loop", "_received", "_woken", "database", "message", "socket")
 
     def __init__(self, database: object = None) -> None:
         self.database = database
@@ -67,9 +67,7 @@ class Wakeup:
         self.socket: LocalSocket | None = None
         self._received = deque[float](maxlen=MOST)
         """The local times of the last datagrams."""
-        self._quiet = threading.Lock()
-        """Locked until it is notified: a binary semaphore."""
-        _ = self._quiet.acquire()
+        self._woken = BinarySemaphore()
         self._loop: Any = None
         self._ended: Any = None
         """The event loop of its flow while that waits, and the event that ends the wait."""
@@ -87,11 +85,11 @@ class Wakeup:
 
     def notified(self) -> bool:
         """Whether it was notified since the last `consume()`."""
-        return not self._quiet.locked()
+        return self._woken.is_set()
 
     def notify(self) -> None:
         """Wake the flow; from any thread."""
-        self._set()
+        self._woken.set()
         loop, ended, socket = self._loop, self._ended, self.socket
         if loop is not None:
             try:
@@ -101,20 +99,14 @@ class Wakeup:
         elif socket is not None:
             socket.poke()
 
-    def _set(self) -> None:
-        try:  # noqa: SIM105 - each heir is woken here
-            self._quiet.release()
-        except RuntimeError:  # it is not locked: notified already
-            pass
-
     def wait(self, seconds: float) -> None:
         """Wait in this thread until it is notified."""
         end = clock.now() + seconds
         while not self.notified() and (left := end - clock.now()) > 0:
             if (socket := self.socket) is not None and socket.fileno() >= 0:  # else closed, in a forked child
                 self._receive(socket, left)
-            elif self._quiet.acquire(timeout=left):
-                self._set()
+            elif self._woken.wait(left):
+                self._woken.set()
 
     def _receive(self, socket: LocalSocket, seconds: float) -> None:
         text, now = socket.receive(seconds), clock.now()
@@ -154,7 +146,7 @@ class Wakeup:
 
     def consume(self) -> bool:
         """Whether it was notified since the last call."""
-        return self._quiet.acquire(blocking=False)
+        return self._woken.wait(0.0)
 
 
 UNCLAIMED: Final = 1000
