@@ -132,7 +132,7 @@ class Flow:
         self.breakable = True
         try:
             found = yield from acquiring.acquire(
-                Attempt(site, request, self.timeout, lambda: house, held_in_process=bool(house.holding))
+                Attempt(request, site, self.timeout, lambda: house, held_in_process=bool(house.holding))
             )
         finally:
             self.breakable = False

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from typing import Final
 
@@ -76,18 +76,25 @@ MOVES: Final = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Waiting:
     """The part of an attempt to acquire the key (`dblock.core.acquire.waiting`) that its local queue knows."""
 
     request: Request
-    stage: Stage
-    owner: str
-    given_up: tuple[str, ...]
-    grant: Grant | None
-    place: QueuePlace | None
-    seen: float
-    wakeup: Wakeup
-    local_queue: LocalQueue
+    _: KW_ONLY
+    stage: Stage = Stage.OUTSIDE
+    owner: str = ""
+    """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
+    given_up: tuple[str, ...] = ()
+    """Tokens of places and tenures that it may have and does not want."""
+    grant: Grant | None = None
+    """The tenure that a holder of this process handed to it."""
+    place: QueuePlace | None = None
+    """Its place in the database's queue; with another token than its own, one that it has to adopt."""
+    seen: float = 0.0
+    """The local time of its last activity in the local queue."""
+    wakeup: Wakeup = field(init=False)
+    local_queue: LocalQueue = field(init=False)
 
     def move(self, stage: Stage) -> None:
         """Change to another stage."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from dblock.core.acquire import handover, slow
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import LocalQueue, Stage, Waiting
+from dblock.core.acquire.local_queue import Stage, Waiting
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
@@ -38,7 +38,6 @@ class Attempt(Waiting):
     """
 
     site: Site
-    request: Request
     timeout: float | None
     """Seconds from now on; None: for ever."""
     find_services: Callable[[], WaiterServices] = WaiterServices
@@ -55,26 +54,12 @@ class Attempt(Waiting):
     deadline: float = field(init=False)
     until: float = field(init=False)
     """The local time after which no statement is sent."""
-    stage: Stage = Stage.OUTSIDE
-    owner: str = ""
-    """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
-    given_up: tuple[str, ...] = ()
-    """Tokens of places and tenures that it may have and does not want."""
-    grant: Grant | None = None
-    """The tenure that a holder of this process handed to it."""
-    place: QueuePlace | None = None
-    """Its place in the database's queue; with another token than its own, one that it has to adopt."""
     broken: bool = False
     """Whether a connection broke before a take was answered, so that the database may be down."""
-
-    seen: float = 0.0
-    """The local time of its last activity in the local queue."""
     listen_at: float = 0.0
     """Local time, with jitter, from which the process listens for notifications of the database."""
     deadlock_check_due: float = 0.0
     """Local time of the next check for a deadlock."""
-    local_queue: LocalQueue = field(init=False)
-    wakeup: Wakeup = field(init=False)
     database: Database = field(init=False)
     timing: Timing = field(init=False)
 
