@@ -26,7 +26,6 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, StoreBusy
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.log import warn
-from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -86,16 +85,16 @@ class Runtime:
             return WaiterServices()
         loop = asyncio.get_running_loop() if store.asynchronous else None
         # On the store, since they refer to it: both have the same lifetime.
-        known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
+        known: dict[Any, WaiterServices] = vars(store).setdefault("_waiter_services", {})
         found = known.get(loop)
-        if found is None or found.runtime is not self:
+        if found is None or found.watchdog is not self.watchdog:
             with self.lock:
                 for each in list(known):
                     if each is not None and each.is_closed():
                         del known[each]
-                found = known.get(loop)
-                if found is None or found.runtime is not self:
-                    found = known[loop] = ProcessServices(self, store, loop)
+                notifies = store.database.dialect.call is not None
+                listener = Listener(store, self.wakeups, self.sockets().channel) if notifies else None
+                found = known[loop] = WaiterServices(self.watchdog, listener, store, loop)
         return found
 
     def add_pool(self, pool: AutocommitPool) -> None:
@@ -132,58 +131,6 @@ class Runtime:
 
     def _give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
         return give_back(self.site(store), holds)
-
-
-class ProcessServices(WaiterServices):
-    """The `WaiterServices` of this process for one database, in threads or on one event loop."""
-
-    queues_locally = True
-
-    _listener: Listener | None = None
-    """Made for the first waiter that waits for long, where the database can notify this process."""
-
-    def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
-        self.runtime = runtime
-        self._watchdog = runtime.watchdog
-        self._store, self._loop = store, loop
-
-    def holds(self, key: str) -> bool:
-        """See WaiterServices."""
-        return self._watchdog.hold_of(self._store, key) is not None
-
-    def keep(self, place: QueuePlace) -> bool:
-        """See WaiterServices."""
-        self._watchdog.keep(self._store, self._loop, place)
-        return True
-
-    def leave(self, owner: str) -> None:
-        """See WaiterServices."""
-        self._watchdog.leave(self._store, self._loop, owner)
-
-    def withdraw(self, key: str, owner: str) -> bool:
-        """See WaiterServices."""
-        self._watchdog.withdraw(self._store, self._loop, key, owner)
-        return True
-
-    def listen(self) -> None:
-        """See WaiterServices."""
-        if self._store.database.dialect.call is None:
-            return
-        if self._listener is None:
-            made = Listener(self._store, self.runtime.wakeups, self.runtime.sockets().channel)
-            _ = vars(self).setdefault("_listener", made)  # another thread may be as far
-        assert self._listener is not None  # noqa: S101 - never unset
-        self._listener.want()
-
-    @property
-    def channel(self) -> str:
-        """See WaiterServices. When listening begins, every waiter polls once."""
-        return self.runtime.sockets().channel
-
-    @property
-    def notifications_ready(self) -> bool:
-        """See WaiterServices."""
-        return self._listener is not None and self._listener.ready
 
 
 def give_back(site: Site, holds: Sequence[Hold]) -> Steps[int]:

@@ -138,8 +138,8 @@ class Member:
     def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
         return self.lock._take(
             Attempt(
-                self.site,
                 entering.request_of(self.lock, self.store, self.flow, self.lock._ttl),
+                self.site,
                 timeout,
                 partial(runtime.current.waiter_services, self.store),
                 lambda: [each.tenure.owner for each in self.flow.holds.values() if not each.lease.loss],

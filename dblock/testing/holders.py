@@ -80,7 +80,7 @@ class Busy:
             raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
         site, request = runtime.current.site(self._store), self._request._replace(kind=int(kind), reading=reading)
         # The first statement may have to open a connection.
-        attempt = Attempt(site, request, PATIENCE)
+        attempt = Attempt(request, site, PATIENCE)
         if lock is not None:
             found = yield from lock._take(attempt)
         else:

@@ -59,7 +59,7 @@ class Sender(Flow):
     def life(self) -> Steps[None]:
         world = self.world
         found = yield from acquiring.acquire(
-            Attempt(self.house.site, wish(ttl=TTL, flow=f"{self.name}."), 0.0, lambda: self.house)
+            Attempt(wish(ttl=TTL, flow=f"{self.name}."), self.house.site, 0.0, lambda: self.house)
         )
         if not isinstance(found, Grant):  # the keys are closed
             return
@@ -116,7 +116,7 @@ class Bearer(Sender):
                 yield Sleep(NO_STORE, pause)
                 pause = TTL + 1.0
                 continue
-            found = yield from acquiring.acquire(Attempt(site, request, 0.0, lambda: self.house))
+            found = yield from acquiring.acquire(Attempt(request, site, 0.0, lambda: self.house))
             if not isinstance(found, Grant):
                 return
             self.grant = found

@@ -26,7 +26,7 @@ class Process(ModelProcess):
 
     def acquires(self, timeout: float, *, others_hold: bool = True, **wanted: Any) -> Steps[Any]:
         """A flow of it that takes the key; `others_hold`: it knows that another one probably holds it."""
-        return acquiring.acquire(Attempt(self.site, wish(**wanted), timeout, lambda: self, held_in_process=others_hold))
+        return acquiring.acquire(Attempt(wish(**wanted), self.site, timeout, lambda: self, held_in_process=others_hold))
 
     def nobody(self) -> bool:
         """Whether nobody is in a local queue."""
@@ -213,7 +213,7 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
     world = World()
     process = Process(world)
     fence = world._begin(None, wish().parameters("o"))[0][0]
-    first = process.acquires(timeout, flow="first")
+    first = process.acquires(timeout, flow="first", others_hold=False)
     begun(world, first, "wait")
     second = process.acquires(300, flow="second", others_hold=False)
     begun(world, second, "wait")
@@ -277,7 +277,7 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     """The next flow is served before those who came between, though the flow that had the place has given up."""
     world, _, tenure, first, second = two_that_ask(1.0)
     [ticket] = [place["ticket"] for place in world.waiters.values()]
-    rival = acquiring.acquire(Attempt(world.site(), wish(flow="rival"), 300, Kept, held_in_process=True))
+    rival = acquiring.acquire(Attempt(wish(flow="rival"), world.site(), 300, Kept, held_in_process=True))
     begun(world, rival, "wait")
     if how == "time":
         world.time += 1
@@ -318,7 +318,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
 def test_an_inheritance_that_is_interrupted() -> None:
     """The database has it already: the third finds no place, and the second leaves none for a grant."""
     world, process, tenure, first, second = two_that_ask(1.0)
-    third = process.acquires(300, flow="third")
+    third = process.acquires(300, flow="third", others_hold=False)
     begun(world, third, "wait")
     world.time += 1
     assert not isinstance(play(world, first, {}), Grant)
@@ -349,7 +349,7 @@ def test_the_last_one_leaves_while_the_key_is_given_back() -> None:
 def in_local_queue(world: World, number: int) -> tuple[Site, list[Attempt]]:
     """So many flows in one local queue of a process in which nobody holds the key."""
     process = Process(world)
-    waiters = [Attempt(process.site, wish(), None, lambda: process) for _ in range(number)]
+    waiters = [Attempt(wish(), process.site, None, lambda: process) for _ in range(number)]
     for waiter in waiters:
         waiter.enter(None)
     return process.site, waiters

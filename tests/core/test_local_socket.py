@@ -77,7 +77,7 @@ def test_a_flow_that_waits_at_a_socket_is_woken(
     for nonsense in ("", "1 2", "x 2 3 k", "\x00", MESSAGE._replace(ticket=6).text(), MESSAGE._replace(key="j").text()):
         assert others.notify(socket.channel, nonsense)
         time.sleep(0.02)
-    _ = others._sends().sendto(b"\xff", "\0" + socket.channel)
+    _ = socket.sendto(b"\xff", "\0" + socket.channel)
     time.sleep(0.1)
     assert flow.is_alive()
     assert not wakeup.notified()
@@ -109,11 +109,11 @@ def test_a_flow_that_no_longer_waits_leaves_no_socket(sockets: LocalSockets) -> 
 def test_no_descriptor_is_left(sockets: LocalSockets, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the flow waits without."""
 
-    def none_left(_: str) -> None:
+    def none_left(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dblock.core.wakeup.local_socket._bound", none_left)
+        patch.setattr(LocalSocket, "bind", none_left)
         assert sockets.open() is None
         assert Wakeup().listen(sockets) == sockets.channel
     assert sockets.open() is not None

@@ -35,7 +35,7 @@ def test_a_database_that_had_no_time_to_answer_is_not_away(seconds: float, refus
         world.time += 2.0
         raise StoreUnanswered("no answer", late=seconds)
 
-    steps = acquiring.acquire(Attempt(world.site(), wish("k", 2.0), 2.0))
+    steps = acquiring.acquire(Attempt(wish("k", 2.0), world.site(), 2.0))
     faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 0): unanswered, ("accept", 0): unanswered}
     if refused:
         assert isinstance(play(world, steps, faults), Refused)

@@ -130,7 +130,7 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    return acquiring.acquire(Attempt(world.site(), wish(ttl=ttl, starts_on_place_lease=False), timeout, Kept))
+    return acquiring.acquire(Attempt(wish(ttl=ttl, starts_on_place_lease=False), world.site(), timeout, Kept))
 
 
 def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
@@ -167,7 +167,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(NO_STORE, world.dialect.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    waits = acquiring.acquire(Attempt(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called))
+    waits = acquiring.acquire(Attempt(wish(ttl=1.0, starts_on_place_lease=False), world.site(), None, Called))
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -280,7 +280,7 @@ def test_what_a_waiter_was_told_is_weighed_once() -> None:
     """A crash has taken the grant back, as an accept shows: no later heartbeat makes it credible again."""
     world = World()
     _ = held_by(world)
-    waiter = Attempt(world.site(), wish(), 9e9)
+    waiter = Attempt(wish(), world.site(), 9e9)
     waiter.enter(None)
     place = QueuePlace(waiter.owner, 5, world.time - 3, world.time, world.time - 3)
     waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))

@@ -18,7 +18,6 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
-from dblock.core.runtime import ProcessServices
 from sqlalchemy_dblock import LockTimeout, db_lock
 from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, timed, url
 from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
@@ -98,9 +97,7 @@ def test_a_hand_over_that_meets_a_strangers_lock(
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    services = runtime.current.waiter_services(lock._place.store())
-    assert isinstance(services, ProcessServices)
-    listener = services._listener
+    listener = runtime.current.waiter_services(lock._place.store()).listener
     assert until(lambda: listener is None or listener.ready or listener._unavailable)  # and everybody polls once
     sent.clear()
     runtime.current.wakeups.notify_all()

@@ -37,6 +37,7 @@ from dblock.core.statements.dialect import Dialect
 from dblock.core.timing import Timing
 from dblock.core.values import MARGIN, QUARANTINE, SHARE, Grant
 from dblock.core.wakeup.registry import Message, Wakeup
+from dblock.core.worker import BinarySemaphore
 from tests.support.model import UNREPLICATED, Interrupted, ModelProcess, Post, World, copied, wish
 from tests.support.steps import NO_STORE, no_store, pause_of
 
@@ -131,7 +132,7 @@ class Flow:
         self.breakable = True
         try:
             found = yield from acquiring.acquire(
-                Attempt(site, request, self.timeout, lambda: house, held_in_process=bool(house.holding))
+                Attempt(request, site, self.timeout, lambda: house, held_in_process=bool(house.holding))
             )
         finally:
             self.breakable = False
@@ -601,6 +602,7 @@ def _adder(kind: Any) -> Callable[[Any, Any, Flat], None]:
 _ATTRIBUTES: dict[type, list[str]] = {
     LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
     Sharing: ["deadline", "until"],
+    BinarySemaphore: ["_lock"],
 }
 """What matters of objects that do not say it themselves."""
 

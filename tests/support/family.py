@@ -98,7 +98,7 @@ class Member(Flow):
         kind = kind_of(self.does)
         reading = int(self.does in "rRg")
         request = wish(ttl=TTL, flow=f"{self.name}.")._replace(kind=int(kind), reading=reading)
-        sharing = AtDoor(Attempt(site, request, self.timeout, lambda: house), self)
+        sharing = AtDoor(Attempt(request, site, self.timeout, lambda: house), self)
         self.breakable = True
         self.began = 1 + sum(bool(flow.began) for flow in cast("Family", self.house.world).members)
         try:
@@ -169,8 +169,8 @@ class Member(Flow):
             for key in keys:
                 found = yield from acquiring.acquire(
                     Attempt(
-                        site,
                         request._replace(key=key),
+                        site,
                         self.timeout,
                         lambda: house,
                         held=lambda: [g.tenure.owner for g in got],
@@ -243,7 +243,7 @@ class Member(Flow):
             return
         self.breakable = True
         try:
-            downgrading = Sharing(Attempt(site, request, None, lambda: self.house))
+            downgrading = Sharing(Attempt(request, site, None, lambda: self.house))
             reading = yield from downgrading.downgrade(writing.tenure)
         except LockStoreError:  # it writes on
             return

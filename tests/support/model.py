@@ -404,10 +404,10 @@ class ModelProcess(WaiterServices):
     """A process of a world: its local queues, and which of its flows hold the key."""
 
     queues_locally = True
-    channel = ""
     post: type[Post] = Post
 
     def __init__(self, world: World, number: int = 0) -> None:
+        super().__init__()
         self.channel, self.wakeups, self.holding = f"world_{number}", Wakeups(), set[int]()
         world.listening[self.channel] = self.wakeups
         self.site = Site(world.database(), self.wakeups, lambda: cast("LocalSockets", self.post(world, self.channel)))

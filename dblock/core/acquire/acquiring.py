@@ -53,10 +53,8 @@ def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
             if not (slow or isinstance(error, StoreBusy)):
                 raise
             found = Refused(busy=error)
-    except GeneratorExit:  # nothing drives further steps
+    except (GeneratorExit, LockStoreError):  # nothing drives further steps, or it is cleaned up
         attempt.leave()
-        raise
-    except LockStoreError:
         raise
     except BaseException:
         yield from attempt.clean_up(behind=False)
@@ -78,9 +76,7 @@ def await_first_answer(attempt: Attempt) -> Steps[None]:
     if first > start + single_try:
         key = {"key": attempt.request.key}
         _ = yield from send(database, database.dialect.inspect, key, start + single_try, answer_by=first)
-    elif attempt.deadline > start:
-        return
-    attempt.until = max(attempt.until, database.now() + single_try)
+        attempt.until = max(attempt.until, database.now() + single_try)
 
 
 def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Final
 
 from dblock.core.acquire.local_queue import Waiting
@@ -28,17 +27,6 @@ from dblock.core.wakeup.registry import Message
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
-
-
-class Passed(Enum):
-    """What became of the hand-over of a held tenure inside this process."""
-
-    DONE = auto()
-    """The heir has the key."""
-    REFUSED = auto()
-    """The flow that handed it over still has it."""
-    UNKNOWN = auto()
-    """The answer was lost."""
 
 
 def grant(site: Site, key: str, first: int, held: Grant | None = None, *, until: float = math.inf) -> Steps[bool]:
@@ -166,19 +154,20 @@ def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
     the hand-over has ended, and finds the tenure gone if that was executed. The heir's tenure is then released if the
     heir has left, or has begun again with another token.
     """
-    passed, heir, owner, key = Passed.REFUSED, None, "", held.tenure.key
+    key, heir, owner = held.tenure.key, None, ""
+    passed: bool | None = False
+    """Whether the heir has it; None: the answer to the hand-over was lost."""
     try:
         local_queue = None if min_hold else site.local_queues.get(key)
-        heir = None if local_queue is None else local_queue.offer()
-        if heir is not None:
-            passed, owner = Passed.UNKNOWN, heir.owner
+        if local_queue is not None and (heir := local_queue.offer()) is not None:
+            passed, owner = None, heir.owner
             passed = yield from _hand_over_local(site, heir, held)
-            if passed is Passed.REFUSED:
-                heir.local_queue.retract(heir)
+            if passed is False:
+                local_queue.retract(heir)
         in_time = yield from release(site, held, min_hold=min_hold)
-        if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
+        if heir is not None and passed is None and not in_time and heir.owner != owner:
             yield from undo_take(site, key, owner, again=False)
-        return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
+        return in_time or passed is None  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
@@ -186,7 +175,7 @@ def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
             _ = yield from end(site, held, min_hold=min_hold)
         raise
     finally:
-        if passed is not Passed.DONE:
+        if not passed:
             site.local_queues.released(key)
 
 
@@ -235,13 +224,13 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
                 yield from undo_take(site, key, owner, until - database.now(), again=False)
 
 
-def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
-    """Hand a held tenure over to the flow of this process that it was offered to."""
+def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | None]:
+    """Hand a held tenure over to the flow of this process that it was offered to; None if the answer was lost."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         database.before_waiting()
     except LockError:  # inside a transaction that may roll it back, or on an event loop
-        return Passed.REFUSED
+        return False
     parameters: Parameters = {
         **request.parameters(tenure.owner),
         **tenure._asdict(),
@@ -249,15 +238,13 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
         "handovers_left": max(MOST_LOCAL - held.local_handovers, 0),
         "covers": int(request.starts_on_place_lease),
     }
-    statement, sent = database.dialect.hand_over_local, database.now()
+    until = database.now() + database.timing.handover_retry
     try:
-        sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
-    except StoreUnanswered:
-        return Passed.UNKNOWN
-    except LockStoreError:
-        return Passed.REFUSED
+        sent, rows = yield from send(database, database.dialect.hand_over_local, parameters, until)
+    except LockStoreError as error:
+        return None if isinstance(error, StoreUnanswered) else False
     if not rows:
-        return Passed.REFUSED
+        return False
     held.handed_over = True
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
@@ -265,4 +252,4 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant)
-    return Passed.DONE
+    return True

@@ -42,14 +42,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from typing import Final
 
 from dblock.core.acquire.request import Request, about
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.sending import Database
-from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
@@ -77,18 +76,25 @@ MOVES: Final = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Waiting:
     """The part of an attempt to acquire the key (`dblock.core.acquire.waiting`) that its local queue knows."""
 
     request: Request
-    stage: Stage
-    owner: str
-    given_up: tuple[str, ...]
-    grant: Grant | None
-    place: QueuePlace | None
-    seen: float
-    wakeup: Wakeup
-    local_queue: LocalQueue
+    _: KW_ONLY
+    stage: Stage = Stage.OUTSIDE
+    owner: str = ""
+    """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
+    given_up: tuple[str, ...] = ()
+    """Tokens of places and tenures that it may have and does not want."""
+    grant: Grant | None = None
+    """The tenure that a holder of this process handed to it."""
+    place: QueuePlace | None = None
+    """Its place in the database's queue; with another token than its own, one that it has to adopt."""
+    seen: float = 0.0
+    """The local time of its last activity in the local queue."""
+    wakeup: Wakeup = field(init=False)
+    local_queue: LocalQueue = field(init=False)
 
     def move(self, stage: Stage) -> None:
         """Change to another stage."""
@@ -120,15 +126,12 @@ class LocalQueue:
         """The row as last read, however long ago, and the local time of that."""
 
     @property
-    def _timing(self) -> Timing:
-        return self._beside.database.timing
-
-    @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if it was read lately."""
         info, seen = self.last_seen
         ago = self._now() - seen
-        return replace(info, age=info.age + ago) if info is not None and ago < self._timing.attention else None
+        lately = ago < self._beside.database.timing.attention
+        return replace(info, age=info.age + ago) if info is not None and lately else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
@@ -136,11 +139,12 @@ class LocalQueue:
 
     def _first(self) -> Waiting | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
+        timing, now = self._beside.database.timing, self._now()
         while self._waiters:
             first = next(iter(self._waiters))
             taking = first.stage is Stage.TAKING
-            since = self._now() - (self._timing.attention if taking else self._timing.unresponsive_after)
-            if since < first.seen and (taking or first.wakeup.responsive()):
+            lasts = timing.attention if taking else timing.unresponsive_after
+            if now < first.seen + lasts and (taking or first.wakeup.responsive()):
                 return first
             self._remove(first)
         return None
@@ -162,7 +166,7 @@ class LocalQueue:
         with self._beside.mutex:
             self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
             if self._first() is not waiter:
-                return self._timing.poll_notified
+                return self._beside.database.timing.poll_notified
             return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
     def begin_queueing(self, waiter: Waiting) -> Stage:
@@ -240,7 +244,7 @@ class LocalQueue:
 
     def expect_handover(self) -> None:
         """Let the first waiter expect an offer for a moment."""
-        self.handover_expected_until = self._now() + self._timing.local_handover_wait
+        self.handover_expected_until = self._now() + self._beside.database.timing.local_handover_wait
 
     def expect_no_handover(self) -> None:
         """Let the first waiter join the database's queue."""

@@ -405,7 +405,7 @@ class Sharing:
             self.attempt.contended(None)
         services, now, tenure = self.attempt.find_services(), self.database.now, door.tenure
         wakeup = Wakeup(self.database)
-        channel = services.channel and wakeup.listen(self.site.sockets())
+        channel = wakeup.listen(self.site.sockets()) if services.queues_locally else ""
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
         began, renew_at = now(), -math.inf
         self.attempt.slow_wait.begin(self.attempt.start)
@@ -426,7 +426,7 @@ class Sharing:
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None
                 pause = self.timing.poll_notified
-                if wakeup.flooded or not (rings or (near and wakeup.socket is not None)):
+                if not (rings or (near and wakeup.socket is not None)):
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)

@@ -6,6 +6,7 @@ Rule: there is one site for each store of the process (`dblock.core.runtime`).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -95,31 +96,29 @@ class Site:
         """Mark the key as contended. A flow that is granted the key does not: otherwise the mark would never decay."""
         if len(self._contended) >= CONTENDED:
             self._contended.clear()
-        self._contended[key] = self.database.now(), (self._mark(key) or (0.0, 0))[1]
+        self._contended[key] = self.database.now(), self._mark(key)[1]
 
     def note_handover(self, key: str, *, here: bool) -> None:
         """Record whether a marked key was handed over inside this machine, where no notification needs the database."""
-        mark = self._mark(key)
-        if mark is not None:
-            self._contended[key] = mark[0], min(mark[1] + 1, NEIGHBOURS) if here else 0
+        since, in_a_row = self._mark(key)
+        if since > -math.inf:
+            self._contended[key] = since, min(in_a_row + 1, NEIGHBOURS) if here else 0
 
     def expects_contention(self, key: str) -> bool:
         """Whether a flow of this process waits for that key or tries to take it, or other processes probably wait.
 
         An estimate, which saves two statements when it is right.
         """
-        return key in self.local_queues or (key in self._contended and self._mark(key) is not None)
+        return key in self.local_queues or (key in self._contended and self._mark(key)[0] > -math.inf)
 
     def expects_neighbour(self, key: str) -> bool:
         """Whether the holder of a marked key is probably on this machine, so that its release notifies waiters here.
 
         An estimate, which saves polls when it is right.
         """
-        mark = self._mark(key)
-        return mark is not None and mark[1] >= NEIGHBOURS
+        return self._mark(key)[1] >= NEIGHBOURS
 
-    def _mark(self, key: str) -> tuple[float, int] | None:
+    def _mark(self, key: str) -> tuple[float, int]:
         """The mark of a contended key, if it is recent."""
-        mark = self._contended.get(key)
-        recent = mark is not None and self.database.now() < mark[0] + self.database.timing.attention
-        return mark if recent else None
+        since, in_a_row = self._contended.get(key, (-math.inf, 0))
+        return (since, in_a_row) if self.database.now() < since + self.database.timing.attention else (-math.inf, 0)

@@ -36,12 +36,9 @@ def say(wait: SlowWait, site: Site, request: Request, holder: LockInfo | None) -
     """Log a wait. `holder`: the row of the key, or of a share that is in the way, if it could be read."""
     waited, wait.due = site.database.now() - wait.since, math.inf
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
+    label = f' "{request.label}"' if request.label else ""
     held = "its holder could not be read" if holder is None else "nobody holds it at the moment"
     if holder is not None and holder.state == "held":
-        who = f"{holder.identity}{_labelled(holder.label, ' as ')}"
+        who = f'{holder.identity} as "{holder.label}"' if holder.label else holder.identity
         held = f"{printable(holder.key)!r} is held by {who}, for {holder.age:.1f} s"
-    warn("%s%s has been waiting %.1f s for %r: %s", us, _labelled(request.label), waited, request.key, held)
-
-
-def _labelled(label: str, before: str = " ") -> str:
-    return f'{before}"{label}"' if label else ""
+    warn("%s%s has been waiting %.1f s for %r: %s", us, label, waited, request.key, held)

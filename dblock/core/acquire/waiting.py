@@ -10,11 +10,10 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dblock.core.acquire import handover, slow
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import LocalQueue, Stage, Waiting
+from dblock.core.acquire.local_queue import Stage, Waiting
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
@@ -22,8 +21,8 @@ from dblock.core.errors import PASSING, LockTimeout, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import QueuePlace, QueueStatus
-from dblock.core.protocol.sending import pauses
-from dblock.core.protocol.steps import Steps, sleep, wait
+from dblock.core.protocol.sending import Database, pauses
+from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
 from dblock.core.protocol.tenures import look
 from dblock.core.timing import Timing
 from dblock.core.values import MACHINE, Grant, LockInfo
@@ -39,7 +38,6 @@ class Attempt(Waiting):
     """
 
     site: Site
-    request: Request
     timeout: float | None
     """Seconds from now on; None: for ever."""
     find_services: Callable[[], WaiterServices] = WaiterServices
@@ -56,37 +54,17 @@ class Attempt(Waiting):
     deadline: float = field(init=False)
     until: float = field(init=False)
     """The local time after which no statement is sent."""
-    stage: Stage = Stage.OUTSIDE
-    owner: str = ""
-    """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
-    given_up: tuple[str, ...] = ()
-    """Tokens of places and tenures that it may have and does not want."""
-    grant: Grant | None = None
-    """The tenure that a holder of this process handed to it."""
-    place: QueuePlace | None = None
-    """Its place in the database's queue; with another token than its own, one that it has to adopt."""
     broken: bool = False
     """Whether a connection broke before a take was answered, so that the database may be down."""
-
-    seen: float = 0.0
-    """The local time of its last activity in the local queue."""
-    channel: str = ""
-    """The channel that its place names."""
-    heartbeat_due: float = 0.0
-    """Local time of the next heartbeat, if the waiter sends its own."""
-    deadlock_check_due: float = 0.0
-    """Local time of the next check for a deadlock."""
     listen_at: float = 0.0
     """Local time, with jitter, from which the process listens for notifications of the database."""
-    has_read_holder: bool = False
-    """Whether it has read the row shortly before its deadline."""
-    local_queue: LocalQueue = field(init=False)
-    services: WaiterServices = field(init=False)
-    wakeup: Wakeup = field(init=False)
+    deadlock_check_due: float = 0.0
+    """Local time of the next check for a deadlock."""
+    database: Database = field(init=False)
     timing: Timing = field(init=False)
 
     def __post_init__(self) -> None:
-        database = self.site.database
+        database = self.database = self.site.database
         timing, start = self.timing, self.start = database.timing, database.now()
         self.deadline = math.inf if self.timeout is None else start + self.timeout
         # One answer at least is awaited.
@@ -96,26 +74,25 @@ class Attempt(Waiting):
 
     def again(self, request: Request) -> Attempt:
         """An attempt to acquire what another request asks for, in the time that is left."""
-        left = None if self.timeout is None else max(self.deadline - self.site.database.now(), 0.0)
-        return replace(self, request=request, timeout=left)
+        return replace(self, request=request, timeout=None if self.timeout is None else max(self._left(), 0.0))
 
     def enter(self, holder: LockInfo | None) -> None:
         """Begin to wait; `holder` is the holder as last read. Raises a LockError where a wait could not end."""
         site, request = self.site, self.request
         try:
-            site.database.before_waiting()  # before other flows wait behind this one
+            self.database.before_waiting()  # before other flows wait behind this one
         except LockTimeout as refused:
             refused.holder = None if holder is None else holder.masked()
             raise
-        self.services, self.wakeup = self.find_services(), Wakeup(site.database)
-        alone = not (request.fair and self.services.queues_locally) or bool(self.held())
+        self.wakeup = Wakeup(self.database)
+        alone = not (request.fair and self.find_services().queues_locally) or bool(self.held())
         if alone:
             self.leave()
         self.owner = request.new_owner()
-        began = site.database.now()
+        began = self.database.now()
         self.listen_at = began + self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         self.slow_wait.begin(began)
-        site.local_queues.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
+        site.local_queues.enter(self, alone=alone, handover_expected=not alone and self.held_in_process)
         if holder is not None:
             self.local_queue.holder = holder
 
@@ -132,239 +109,127 @@ class Attempt(Waiting):
         if behind:
             yield from self._withdraw()
             return
-        database = self.site.database
-        until = database.now() + database.timing.undo_timeout
+        until = self.database.now() + self.database.timing.undo_timeout
         if queued and self.given_up:
-            _ = yield from queue.leave_queue(database, self.given_up)
+            _ = yield from queue.leave_queue(self.database, self.given_up)
         for owner in self.given_up:
-            yield from undo_take(self.site, self.request.key, owner, max(until - database.now(), 0.0))
-
-    def _parameters(self) -> dict[str, Any]:
-        return self.request.parameters(self.owner, self.channel)
+            yield from undo_take(self.site, self.request.key, owner, max(until - self.database.now(), 0.0))
 
     def wait(self) -> Steps[Grant | Refused | None]:
         """Wait in the local queue for an offer of the key; when it is this flow's turn, in the database's queue.
 
         None if the flow should try again to take the key.
         """
-        local_queue, now, growing = self.local_queue, self.site.database.now, pauses()
+        growing = pauses()
         while True:
-            if (grant := self.grant) is not None:
-                if (yield from self._is_trusted(grant)):
-                    return (yield from self._leave_with(grant))
-                yield from self._begin_again(grant)
-            left = self.deadline - now()
-            if left <= 0:
-                return (yield from self._give_up())
-            pause = local_queue.until_queueing(self)
-            if pause > 0 or left <= self._round_trip():
+            handed = self.grant
+            if handed is None and self._left() <= 0:
+                self.leave()
+                if self.grant is not None:  # handed over at the last moment
+                    continue
+                yield from self._withdraw()
+                holder = yield from self._known_holder()
                 yield from self._report_wait()
-                if self._until_reading(left) <= 0:
-                    yield from self._read_holder()
-                    left = max(self.deadline - now(), 0.0)
-                yield from wait(self.site.database.store, min(pause or left, self._until_reading(left)), self.wakeup)
-                _ = self.wakeup.consume()
-                continue
+                return Refused(holder)
             try:
-                found = yield from self._wait_in_queue()
+                found = handed or (yield from self._wait_for_turn())
+                if isinstance(found, Grant):
+                    self.leave(found)
+                    yield from self._delete_place(found)
+                    if self.database.now() < found.trusted_until:
+                        return found
+                    handed = found  # its answer came too late
+                    _ = yield from handover.end(self.site, handed)
+                    found = Stage.WAITING
             except (StoreBusy, StoreUnanswered) as error:
                 # StoreBusy: a transaction has locked a row that this flow needs to write; it can still be read.
-                yield from self._begin_again()
-                late = isinstance(error, StoreUnanswered) and self.until - now() < self.timing.min_retry_time
-                if late and not (local_queue.last_seen[0] and self.site.database.only_late(error)):
+                self.local_queue.begin_again(self, handed)
+                yield from self._withdraw()
+                too_late = self.until - self.database.now() < self.timing.min_retry_time
+                known_and_late = self.local_queue.last_seen[0] and self.database.only_late(error)
+                if isinstance(error, StoreUnanswered) and too_late and not known_and_late:
                     raise
-                yield from sleep(self.site.database.store, min(next(growing), max(self.deadline - now(), 0.0)))
+                yield from sleep(self.database.store, min(next(growing), max(self._left(), 0.0)))
                 continue
-            if isinstance(found, Grant):
-                return (yield from self._leave_with(found))
             if found is Stage.WAITING:
-                yield from self._begin_again()
+                self.local_queue.begin_again(self, handed)
             elif found is Stage.OUTSIDE:
                 yield from self._delete_place()
                 self.leave()
-                yield from self._withdraw()
-                if self.grant is None:  # else it was handed over meanwhile
-                    return None
+            yield from self._withdraw()
+            if self.stage is Stage.OUTSIDE and self.grant is None:  # else it was handed over meanwhile
+                return None
 
-    def _report_wait(self) -> Steps[None]:
-        """Report, once, that the flow waits for a holder, and log a slow wait."""
-        if (contended := self.contended) is not None:
-            self.contended = None
-            contended(self.local_queue.holder)
-        if self.site.database.now() >= self.slow_wait.due:
-            slow.say(self.slow_wait, self.site, self.request, (yield from self._known_holder()))
+    def _wait_for_turn(self) -> Steps[Grant | Stage | None]:
+        """Pause in the local queue, or wait in the database's: a tenure, or the stage to go back to.
 
-    def _begin_again(self, over: Grant | None = None) -> Steps[None]:
-        """Go on with a new token, as a place or the grant is over, unless a grant has just been handed over."""
-        self.local_queue.begin_again(self, over)
-        yield from self._withdraw()
-
-    def _withdraw(self) -> Steps[None]:
-        """Delete the places and release the tenures of unwanted tokens; in the background if the process does that."""
-        for owner in self.given_up:
-            if not self.find_services().withdraw(self.request.key, owner):
-                _ = yield from queue.leave_queue(self.site.database, [owner], self._left())
-                yield from undo_take(self.site, self.request.key, owner, self._left(), again=False)
-        self.given_up = ()
-
-    def _leave_with(self, grant: Grant) -> Steps[Grant]:
-        """Leave the queues with a tenure, which may have come without the place."""
-        self.leave(grant)
-        yield from self._delete_place()
-        return grant
-
-    def _delete_place(self) -> Steps[None]:
-        if self.place is not None:
-            _ = yield from queue.leave_queue(self.site.database, [self.place.owner], self._left())
-            self.place = None
-
-    def _is_trusted(self, grant: Grant) -> Steps[bool]:
-        """Whether a tenure can still be trusted. One whose answer came too late is released."""
-        if self.site.database.now() < grant.trusted_until:
-            return True
-        _ = yield from handover.end(self.site, grant)
-        return False
-
-    def _give_up(self) -> Steps[Grant | Refused | None]:
-        """A grant of the last moment; else the refusal, which names the holder; None: it is unknown, so try again."""
-        self.leave()
-        if (grant := self.grant) is not None:  # handed over at the last moment
-            if (yield from self._is_trusted(grant)):
-                return (yield from self._leave_with(grant))
-            self.give_up_tokens()
-        yield from self._withdraw()
-        holder = yield from self._known_holder()
-        yield from self._report_wait()
-        return None if holder is None else Refused(holder)
-
-    def _round_trip(self) -> float:
-        """Seconds before the deadline in which no statement is sent, as its answer would come too late."""
-        return 1.25 * self.site.database.latency.distance
-
-    def _until_reading(self, left: float) -> float:
-        """Seconds until the holder should be read once more; until the deadline if it has been."""
-        if self.has_read_holder:
-            return left
-        until_reading = left - 2 * self._round_trip() - self.timing.near
-        return until_reading if until_reading > 0.001 else 0.0  # a clock may not resolve a shorter pause
-
-    def _pause_to_the_end(self, place: QueuePlace) -> Steps[bool]:
-        """Shortly before the deadline read the holder, then only wait for a notification; False at other times."""
-        left = self.deadline - self.site.database.now()
-        if self._until_reading(left) <= 0:
-            yield from self._read_holder()
-        holder, _ = self.local_queue.last_seen
-        granted = holder is not None and holder.owner == place.owner
-        if granted or not (self.has_read_holder or left <= self._round_trip()):
-            return False
-        yield from wait(self.site.database.store, max(self.deadline - self.site.database.now(), 0.0), self.wakeup)
-        return True
-
-    def _read_holder(self) -> Steps[None]:
-        """Read the holder once, shortly before the deadline, for the error that may follow."""
-        self.has_read_holder = True
-        if self.deadline - self.site.database.now() > self._round_trip():
-            _ = yield from self._known_holder()
-
-    def _wait_in_queue(self) -> Steps[Grant | Stage | None]:
-        """Wait in the database's queue: a grant, or the stage to go back to.
-
-        None if the time is up, or a flow of this process has handed over the key.
+        None after a pause, if the time is up, or if a flow of this process has handed over the key.
         """
-        database = self.site.database
+        pause = self.local_queue.until_queueing(self)
+        if pause > 0 or self._left() <= self._round_trip():
+            yield from self._report_wait()
+            yield from self._pause(pause or math.inf)
+            _ = self.wakeup.consume()
+            return None
         before = self.local_queue.begin_queueing(self)
         if before is Stage.HANDED_OVER:
             return None
+        key, services = self.request.key, self.find_services()
         if before is Stage.OFFERED:  # the flow that offered the key has not reported the result
-            grant = yield from queue.accept(database, self._parameters(), 0, self.until)
+            grant = yield from self._accept(0)
             if grant is not None:
-                return grant if (yield from self._is_trusted(grant)) else Stage.WAITING
-        self.channel = self.services.channel and self.wakeup.listen(self.site.sockets())
+                return grant
+        channel = self.wakeup.listen(self.site.sockets()) if services.queues_locally else ""
+        place: QueuePlace | None = None
         try:
-            joined = yield from self._enqueue()
+            joined = yield from self._enqueue(self.request.parameters(self.owner, channel))
             if joined is None:  # there is no row, or another waiter has just got the same ticket
                 return Stage.OUTSIDE
             self.place, view = joined
-            found = yield from self._keep_place(self.place, view)
-        finally:
-            self.wakeup.close()
-        if isinstance(found, Grant) and found.ticket:
-            place, self.place = self.place, None
-            if not (database.dialect.grant_leaves or self.services.withdraw("", place.owner)):
-                _ = yield from queue.leave_queue(database, [place.owner], self.timing.handover_retry / 10)
-        if isinstance(found, Grant) and not (yield from self._is_trusted(found)):
-            return Stage.WAITING
-        return found
-
-    def _keep_place(self, place: QueuePlace, view: QueueStatus | None) -> Steps[Grant | Stage | None]:
-        """Wait for a grant to a place, with its heartbeats."""
-        key = self.request.key
-        self.site.wakeups.register(key, place.ticket, self.wakeup)
-        try:
-            kept = self.services.keep(place)
+            place = self.place
+            self.site.wakeups.register(key, place.ticket, self.wakeup)
+            kept = services.keep(place)
             return (yield from self._await_grant(place, view, kept=kept))
         finally:
-            self.site.wakeups.unregister(key, place.ticket, self.wakeup)
-            self.services.leave(place.owner)
+            self.wakeup.close()
+            if place is not None:
+                self.site.wakeups.unregister(key, place.ticket, self.wakeup)
+                services.leave(place.owner)
 
-    def _enqueue(self) -> Steps[tuple[QueuePlace, QueueStatus | None] | None]:
+    def _enqueue(self, request: Parameters) -> Steps[tuple[QueuePlace, QueueStatus | None] | None]:
         """Adopt the place that another flow of this process has left, else join the queue: as `queue.join`."""
-        database, left = self.site.database, self.place
-        if left is not None:
-            if (yield from queue.adopt_place(database, self._parameters(), left.owner, self.until)):
-                return QueuePlace(self.owner, left.ticket, left.sent, database.now(), left.joined), None
+        if (left := self.place) is not None:
+            if (yield from queue.adopt_place(self.database, request, left.owner, self.until)):
+                return QueuePlace(self.owner, left.ticket, left.sent, self.database.now(), left.joined), None
             yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
             self.place = None
-        return (yield from queue.join(database, self._parameters(), self.until))
-
-    def _known_holder(self) -> Steps[LockInfo | None]:
-        """The row as it was read lately, else as it is now, else as last read; StoreBusy if it could never be read."""
-        local_queue = self.local_queue
-        if local_queue.holder is None:
-            try:
-                local_queue.holder = yield from look(self.site.database, self.request.key, self.until)
-            except PASSING as error:
-                if local_queue.last_seen[0] is None:
-                    raise StoreBusy(f"the database did not say in time who holds it: {error}") from error
-        return local_queue.holder or local_queue.last_seen[0]
-
-    def _left(self) -> float:
-        """Seconds for an orderly clean-up."""
-        database = self.site.database
-        return min(database.timing.handover_retry, max(self.until - database.now(), 0.0))
+        return (yield from queue.join(self.database, request, self.until))
 
     def _await_grant(self, place: QueuePlace, view: QueueStatus | None, *, kept: bool) -> Steps[Grant | Stage | None]:
-        """A grant; an outcome; or None if the time is up, or a flow of this process has handed over the key.
+        """Wait for a grant to a place; the result is that of `_wait_for_turn`.
 
         `view` is the state of the queue if known; `kept`: the process sends the heartbeats of the place.
         """
-        database, key, now = self.site.database, self.request.key, self.site.database.now
+        database, key, now = self.database, self.request.key, self.database.now
         growing = pauses(longest=self.timing.grant_retry)
         first, since = 0, now()
-        self.heartbeat_due = now() + self.timing.heartbeat_interval
         while self.grant is None and (now() < self.deadline or self.wakeup.notified()):
             if self.wakeup.consume():
                 if (grant := (yield from self._grant_by_message(place))) is not None:
                     return grant
                 view = None
-            if (yield from self._pause_to_the_end(place)):
+            if self._left() <= 2 * self._round_trip():  # an answer may come too late
+                yield from self._pause(math.inf)
                 continue
-            if view is None:
-                found = yield from self._poll(place)
-                if not isinstance(found, QueueStatus):
-                    return found
-                view = found
-            served = place.ticket < view.first or not view.present
-            if view.mine and view.remaining > 0:  # by the queue, or by a holder of this process without a report
-                return (yield from self._accept_polled(place.ticket if served else 0)) or Stage.WAITING
-            if served:
-                return Stage.WAITING
+            found = yield from self._poll(place, view)
+            if not isinstance(found, QueueStatus):
+                return found
+            view = found
             if view.first != first:
                 first, since = view.first, now()
             if view.last < place.ticket:  # the row was deleted and created again
                 yield from queue.announce(database, key, place.ticket, self.until)
-            pause = self._until_next_poll(view, now() - since, notified=self._is_notified())
-            pause = min(pause, self.request.ttl / 2)  # a grant lasts no longer until it is accepted
+            pause = self._until_next_poll(view, now() - since)
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
                 yield from self._report_wait()
@@ -374,84 +239,147 @@ class Attempt(Waiting):
                 row, _ = self.local_queue.last_seen
                 closed = 0.0 if granted else (yield from epoch.closed_for(database, row, self.until))
                 pause = max(next(growing), min(closed, self.timing.poll_max))
-            soonest = yield from self._periodic_work(place, kept=kept)
-            until_reading = self._until_reading(self.deadline - now())
-            pause = max(min(pause, soonest, until_reading), 0.0)  # 0: granted to this flow
-            yield from wait(database.store, pause, self.wakeup)
+            longest = yield from self._periodic_work(place, kept=kept)
+            self.seen = place.seen = now()
+            yield from self._pause(min(pause, longest))
             view = None
         return None
 
-    def _accept_polled(self, ticket: int) -> Steps[Grant | None]:
-        """The tenure that a poll has found: a holder elsewhere granted it, or the message was lost."""
-        self.site.note_handover(self.request.key, here=False)
-        return (yield from queue.accept(self.site.database, self._parameters(), ticket, self.until))
+    def _poll(self, place: QueuePlace, view: QueueStatus | None) -> Steps[QueueStatus | Grant | Stage | None]:
+        """The state of the queue, read unless it is known, or what follows from it; None: no answer in time."""
+        database, key = self.database, self.request.key
+        try:
+            view = view or (yield from queue.status(database, key, self.until, place.owner, place.ticket))
+        except PASSING:
+            if database.now() < self.deadline:
+                raise
+            return None
+        if view is None:  # there is no row any more
+            return Stage.OUTSIDE
+        served = place.ticket < view.first or not view.present
+        if view.mine and view.remaining > 0:  # by a holder elsewhere, or the message was lost
+            self.site.note_handover(key, here=False)
+            ticket = place.ticket if served else 0  # 0: by a holder of this process without a report
+            return (yield from self._accept(ticket)) or Stage.WAITING
+        return Stage.WAITING if served else view
 
-    def _is_notified(self) -> bool:
-        """Whether a release notifies this waiter: through the database, or from the same machine through its socket."""
-        if self.services.notifications_ready:
-            return not self.wakeup.flooded
-        # The process listens at the database only for long waits: otherwise many processes that begin to wait at once
-        # would all connect, which takes longer than most waits.
-        if self.site.database.now() >= self.listen_at:
-            self.services.listen()
-            return False
-        # Until then only a holder on this machine notifies: one whose token begins with the machine's name; or an
-        # unknown one that is expected to be here, as the last hand-overs all were.
-        holder, here = self.local_queue.holder, self.request.flow[:MACHINE]
-        near = self.site.expects_neighbour(self.request.key)
-        if holder is not None:
-            near = (holder.owner or "").startswith(here)
-        return near and self.wakeup.socket is not None
+    def _accept(self, ticket: int) -> Steps[Grant | None]:
+        """The tenure that its token may have, with a whole lease; `ticket`: the place that it was granted to, or 0."""
+        return queue.accept(self.database, self.request.parameters(self.owner), ticket, self.until)
+
+    def _periodic_work(self, place: QueuePlace, *, kept: bool) -> Steps[float]:
+        """Send a heartbeat and look for a deadlock, where that is due; the most seconds until this is called again."""
+        database, now, timing = self.database, self.database.now, self.timing
+        longest = self.request.ttl / 2  # a grant lasts no longer until it is accepted
+        if not kept:
+            longest = min(longest, timing.heartbeat_interval)
+            if now() >= place.sent + timing.heartbeat_interval:
+                yield from queue.heartbeat(database, [place], self.until)
+        if held := self.held():
+            longest = min(longest, timing.deadlock_check)
+            if now() >= self.deadlock_check_due:
+                if (error := (yield from deadlock(database, place.owner, held, self.until))) is not None:
+                    raise error
+                self.deadlock_check_due = now() + timing.deadlock_check
+        listens_in = self.listen_at - now()
+        return min(longest, listens_in) if listens_in > 0 else longest
+
+    def _pause(self, seconds: float) -> Steps[None]:
+        """Pause until notified, at most so long, and not past the deadline.
+
+        Shortly before the deadline, after a last poll, the holder is read, for the refusal.
+        """
+        until_reading = self._left() - 3 * self._round_trip() - self.timing.near
+        if until_reading > 0.001:  # a clock may not resolve a shorter pause
+            seconds = min(seconds, until_reading)
+        else:
+            if self._left() > self._round_trip():
+                _ = yield from self._known_holder()
+            seconds = max(self._left(), 0.0)
+        yield from wait(self.database.store, seconds, self.wakeup)
+
+    def _report_wait(self) -> Steps[None]:
+        """Report, once, that the flow waits for a holder, and log a slow wait."""
+        if (contended := self.contended) is not None:
+            self.contended = None
+            contended(self.local_queue.holder)
+        if self.database.now() >= self.slow_wait.due:
+            slow.say(self.slow_wait, self.site, self.request, (yield from self._known_holder()))
+
+    def _known_holder(self) -> Steps[LockInfo | None]:
+        """The row as it was read lately, else as it is now, else as last read; StoreBusy if it could never be read."""
+        local_queue = self.local_queue
+        if local_queue.holder is None:
+            try:
+                local_queue.holder = yield from look(self.database, self.request.key, self.until)
+            except PASSING as error:
+                if local_queue.last_seen[0] is None:
+                    raise StoreBusy(f"the database did not say in time who holds it: {error}") from error
+        return local_queue.holder or local_queue.last_seen[0]
+
+    def _delete_place(self, grant: Grant | None = None) -> Steps[None]:
+        """Delete its place, which the grant may have deleted, or has served: then in the background if possible."""
+        if (place := self.place) is not None:
+            served = grant is not None and grant.ticket == place.ticket  # so no other grant goes to that place
+            deleted = served and self.database.dialect.grant_leaves
+            if not (deleted or (served and self.find_services().withdraw("", place.owner))):
+                _ = yield from queue.leave_queue(self.database, [place.owner], self._time_to_undo())
+            self.place = None
+
+    def _withdraw(self) -> Steps[None]:
+        """Delete the places and release the tenures of unwanted tokens; in the background if the process does that."""
+        for owner in self.given_up:
+            if not self.find_services().withdraw(self.request.key, owner):
+                _ = yield from queue.leave_queue(self.database, [owner], self._time_to_undo())
+                yield from undo_take(self.site, self.request.key, owner, self._time_to_undo(), again=False)
+        self.given_up = ()
+
+    def _left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - self.database.now()
+
+    def _time_to_undo(self) -> float:
+        """Seconds for an orderly clean-up."""
+        return min(self.timing.handover_retry, max(self.until - self.database.now(), 0.0))
+
+    def _round_trip(self) -> float:
+        """Seconds before the deadline in which no statement is sent, as its answer would come too late."""
+        return 1.25 * self.database.latency.distance
 
     def _grant_by_message(self, place: QueuePlace) -> Steps[Grant | None]:
         """The tenure that a notification proves, accepted unless it can begin as it is; None if it proves none."""
         message, self.wakeup.message = self.wakeup.message, None  # used once
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
-        if grant is not None and not self.services.notifications_ready:  # so it came by the socket
+        if grant is not None and not self.find_services().notifications_ready:  # so it came by the socket
             self.site.note_handover(self.request.key, here=True)
-        if grant is None or (self.request.starts_on_place_lease and self.site.database.now() < grant.late_from):
+        if grant is None or (self.request.starts_on_place_lease and self.database.now() < grant.late_from):
             return grant
-        return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.until))
+        return (yield from self._accept(place.ticket))
 
-    def _poll(self, place: QueuePlace) -> Steps[QueueStatus | Stage | None]:
-        """The state of the queue; OUTSIDE if there is no row; None if there was no answer before the deadline."""
-        database = self.site.database
-        try:
-            view = yield from queue.status(database, self.request.key, self.until, place.owner, place.ticket)
-        except PASSING:
-            if database.now() < self.deadline:
-                raise
-            return None
-        return view or Stage.OUTSIDE
+    def _is_notified(self) -> bool:
+        """Whether a release notifies this waiter: through the database, or from the same machine through its socket."""
+        services = self.find_services()
+        if services.notifications_ready:
+            return True
+        # The process listens at the database only for long waits: otherwise many processes that begin to wait at once
+        # would all connect, which takes longer than most waits.
+        if self.database.now() >= self.listen_at:
+            services.listen()
+            return False
+        # Until then only a holder on this machine notifies: one whose token begins with the machine's name; or an
+        # unknown one that is expected to be here, as the last hand-overs all were.
+        holder, expected = self.local_queue.holder, self.site.expects_neighbour(self.request.key)
+        near = expected if holder is None else (holder.owner or "").startswith(self.request.flow[:MACHINE])
+        return near and self.wakeup.socket is not None
 
-    def _periodic_work(self, place: QueuePlace, *, kept: bool) -> Steps[float]:
-        """Do the periodic work that is due: heartbeat, deadlock check; returns the seconds until the next."""
-        database, now = self.site.database, self.site.database.now
-        listens_in = self.listen_at - now()
-        soonest = listens_in if listens_in > 0 else math.inf
-        self.seen = place.seen = now()
-        if not kept:
-            if now() >= self.heartbeat_due:
-                yield from queue.heartbeat(database, [place], self.until)
-                self.heartbeat_due = now() + self.timing.heartbeat_interval
-            soonest = self.heartbeat_due - now()
-        if held := self.held():
-            if now() >= self.deadlock_check_due:
-                error = yield from deadlock(database, place.owner, held, self.until)
-                if error is not None:
-                    raise error
-                self.deadlock_check_due = now() + self.timing.deadlock_check
-            soonest = min(soonest, self.deadlock_check_due - now())
-        return max(soonest, 0.0)
-
-    def _until_next_poll(self, view: QueueStatus, unchanged: float, *, notified: bool) -> float:
+    def _until_next_poll(self, view: QueueStatus, unchanged: float) -> float:
         """Seconds until the next poll, with jitter, at most until this waiter should have an expired key granted.
 
         A waiter that is not notified polls after a twentieth of the time for which the head of the queue has been the
         same, times its position: the next holder loses little of its wait, and all waiters together poll seldom.
         """
         timing, pause = self.timing, self.timing.poll_notified
-        if not notified:
+        if not self._is_notified():
             pause = min(max(unchanged / 20, timing.poll_min), timing.poll_max / 10) * (view.ahead + 1)
             pause = min(pause, timing.poll_max)
         pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter, not a secret

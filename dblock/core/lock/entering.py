@@ -99,8 +99,8 @@ def _acquire(
     try:
         found = yield from lock._take(
             Attempt(
-                site,
                 request_of(lock, store, flow, ttl),
+                site,
                 timeout,
                 functools.partial(runtime.current.waiter_services, store),
                 lambda: [each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss],

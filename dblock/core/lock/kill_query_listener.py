@@ -52,7 +52,7 @@ class KillQueryListener:
         if not self.named:
             self.named = self._takes_name(seconds)
             return []
-        waiting = set(self._wakeups.waiting(self._store.database))
+        waiting = self._wakeups.waiting(self._store.database)
         self._notified &= waiting
         places = json.dumps(sorted(waiting - self._notified))
         killed, seconds = self._was_killed, 0.0 if self._was_killed else seconds

@@ -114,7 +114,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         raise lock._not_held("downgrade")
     request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
     services = partial(runtime.current.waiter_services, hold.store)
-    sharing, growing = Sharing(Attempt(site_of(hold), request, None, services)), pauses()
+    sharing, growing = Sharing(Attempt(request, site_of(hold), None, services)), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.
         if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):

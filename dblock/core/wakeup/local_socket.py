@@ -16,12 +16,10 @@ socket that has ten datagrams in its buffer.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from typing import Final
 from weakref import WeakSet
@@ -35,41 +33,35 @@ _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, ticket and fence 19 digits, a proof 64."""
 
 
-class LocalSocket:
+class LocalSocket(socket.socket):
     """The socket at which a waiting flow is notified by processes of its machine."""
 
-    def __init__(
-        self, channel: str, bound: socket.socket, sender: socket.socket, on_message: Callable[[str], None]
-    ) -> None:
+    def __init__(self, channel: str, on_message: Callable[[str], None]) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.channel, self.on_message = channel, on_message
         """Its name, and the receiver of its messages."""
-        self._socket, self._sender = bound, sender
-
-    def fileno(self) -> int:
-        """Its descriptor, for an event loop; -1 when it is closed."""
-        return self._socket.fileno()
+        self.bind("\0" + channel)
 
     def receive(self, seconds: float) -> str | None:
         """The next datagram; None after so many seconds."""
         try:
-            self._socket.settimeout(seconds)
-            return self._socket.recv(_LONGEST).decode(errors="replace")
+            self.settimeout(seconds)
+            return self.recv(_LONGEST).decode(errors="replace")
         except (TimeoutError, BlockingIOError):
             return None
         except OSError:  # the application has closed all descriptors, and this number may be in use again
-            _ = self._socket.detach()
+            _ = self.detach()
             return None
 
     def poke(self) -> None:
         """End a wait at the socket; from any thread."""
-        with contextlib.suppress(OSError):
-            _ = self._sender.sendto(b"", "\0" + self.channel)
+        _ = _sent(self.channel, "")
 
     def close(self) -> None:
         """Close the socket."""
         try:  # noqa: SIM105 - contextlib may be gone at the end of the interpreter
-            self._socket.close()
-        except OSError:  # the application has closed all descriptors
+            super().close()
+        except (OSError, AttributeError):  # the application has closed all descriptors; or none was left to open it
             pass
 
     __del__ = close
@@ -85,8 +77,6 @@ class LocalSockets:
         """Prefix of the channels of all processes that can be notified from here."""
         self.channel = self.neighbourhood + secrets.token_hex(8)
         self._works = bool(here)
-        self._sender: socket.socket | None = None
-        self._making = threading.Lock()
         if not here:
             self.neighbourhood = self.channel
         self._numbers = itertools.count()
@@ -96,9 +86,8 @@ class LocalSockets:
         """A socket for a flow that is going to wait, which closes it; None if sockets do not work here."""
         if not self._works:
             return None
-        channel = f"{self.channel}.{next(self._numbers)}"
         try:
-            opened = LocalSocket(channel, _bound(channel), self._sends(), self._on_message)
+            opened = LocalSocket(f"{self.channel}.{next(self._numbers)}", self._on_message)
         except OSError:  # out of descriptors
             return None
         self._all.add(opened)
@@ -106,35 +95,21 @@ class LocalSockets:
 
     def notify(self, channel: str, text: str) -> bool:
         """Notify a flow of this machine; False if that did not work."""
-        if not (self._works and channel.startswith(self.neighbourhood) and CHANNEL.fullmatch(channel)):
-            return False
-        try:
-            _ = self._sends().sendto(text.encode(), "\0" + channel)
-        except OSError:
-            return False
-        return True
-
-    def _sends(self) -> socket.socket:
-        if self._sender is None:
-            with self._making:
-                if self._sender is None:
-                    self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        return self._sender
+        ours = self._works and channel.startswith(self.neighbourhood) and CHANNEL.fullmatch(channel)
+        return bool(ours) and _sent(channel, text)
 
     def close(self) -> None:
         """Close all sockets in a forked child; the names stay the parent's."""
         self._works = False
         for each in self._all:
             each.close()
-        if self._sender is not None:
-            self._sender.close()
 
 
-def _bound(name: str) -> socket.socket:
-    box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def _sent(channel: str, text: str) -> bool:
+    """Send a datagram, without waiting for room; False if that did not work."""
     try:
-        box.bind("\0" + name)
-    except BaseException:
-        box.close()
-        raise
-    return box
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            _ = sender.sendto(text.encode(), "\0" + channel)
+    except OSError:
+        return False
+    return True

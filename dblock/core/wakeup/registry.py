@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
-from functools import partial
+from collections import deque
 from typing import Any, Final, NamedTuple
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from dblock.core import clock
 from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
+from dblock.core.worker import BinarySemaphore
 
 
 class Message(NamedTuple):
@@ -58,38 +58,19 @@ class Wakeup:
     receiver of each message, also of those. Too many messages close the socket.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_future",
-        "_loop",
-        "_quiet",
-        "_received",
-        "_received_since",
-        "_receives",
-        "database",
-        "flooded",
-        "message",
-        "socket",
-    )
+    __slots__ = ("__weakref__", "_ended", "_loop", "_received", "_woken", "database", "message", "socket")
 
     def __init__(self, database: object = None) -> None:
         self.database = database
-        """The database that its flow waits for."""
         self.message: Message | None = None
-        """The last notification of its flow."""
+        """The last message that named it."""
         self.socket: LocalSocket | None = None
-        """The socket at which it waits, if any."""
-        self.flooded = False
-        """Whether it has closed its socket, whose name another process may have taken since, to get its messages."""
-        self._received, self._received_since = 0, 0.0
-        """Number of datagrams since that local time, at most a second ago."""
-        self._quiet = threading.Lock()
-        """Locked until it is notified: a binary semaphore."""
-        _ = self._quiet.acquire()
-        self._receives = False
-        """Whether it waits at its socket."""
+        self._received = deque[float](maxlen=MOST)
+        """The local times of the last datagrams."""
+        self._woken = BinarySemaphore()
         self._loop: Any = None
-        self._future: Any = None
+        self._ended: Any = None
+        """The event loop of its flow while that waits, and the event that ends the wait."""
 
     def listen(self, sockets: LocalSockets) -> str:
         """Let the flow wait at a socket of its own, if that works; the channel at which it is notified."""
@@ -104,51 +85,37 @@ class Wakeup:
 
     def notified(self) -> bool:
         """Whether it was notified since the last `consume()`."""
-        return not self._quiet.locked()
+        return self._woken.is_set()
 
     def notify(self) -> None:
         """Wake the flow; from any thread."""
-        self._set()
-        loop, future, socket = self._loop, self._future, self.socket
+        self._woken.set()
+        loop, ended, socket = self._loop, self._ended, self.socket
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(_end, future)
+                loop.call_soon_threadsafe(ended.set)
             except RuntimeError:  # the loop is closed, and the flow with it
                 return
-        elif self._receives and socket is not None:
+        elif socket is not None:
             socket.poke()
-
-    def _set(self) -> None:
-        try:  # noqa: SIM105 - each heir is woken here
-            self._quiet.release()
-        except RuntimeError:  # it is not locked: notified already
-            pass
 
     def wait(self, seconds: float) -> None:
         """Wait in this thread until it is notified."""
-        socket, end = self.socket, clock.now() + seconds
+        end = clock.now() + seconds
         while not self.notified() and (left := end - clock.now()) > 0:
-            if socket is None or socket.fileno() < 0:  # closed, in a forked child
-                if self._quiet.acquire(timeout=left):
-                    self._set()
-                continue
-            self._receives = True  # before the check: notify() pokes from now on
-            if not self.notified():
+            if (socket := self.socket) is not None and socket.fileno() >= 0:  # else closed, in a forked child
                 self._receive(socket, left)
-            self._receives = False
+            elif self._woken.wait(left):
+                self._woken.set()
 
     def _receive(self, socket: LocalSocket, seconds: float) -> None:
         text, now = socket.receive(seconds), clock.now()
-        self._receives = False  # a datagram needs no poke
         if text is None:
             return
-        if now > self._received_since + 1:
-            self._received, self._received_since = 0, now
-        self._received += 1
         if text:
             socket.on_message(text)
-        if self._received > MOST:
-            self.flooded = True
+        self._received.append(now)
+        if len(self._received) == MOST and now < self._received[0] + 1:
             if self._loop is not None:
                 self._loop.remove_reader(socket.fileno())
             self.close()
@@ -157,25 +124,20 @@ class Wakeup:
         """Wait in this task until it is notified."""
         loop, socket = asyncio.get_running_loop(), self.socket
         fileno = -1 if socket is None else socket.fileno()
-        self._future = future = loop.create_future()
+        self._ended = ended = asyncio.Event()
         self._loop = loop
         if not self.notified():
             try:
                 if socket is not None and fileno >= 0:
                     loop.add_reader(fileno, self._receive, socket, 0.0)
                 async with asyncio.timeout(seconds):
-                    await future
+                    _ = await ended.wait()
             except TimeoutError:
                 pass
             finally:
                 if fileno >= 0 and self.socket is socket:  # else the descriptor may be another's
                     _ = loop.remove_reader(fileno)
         self._loop = None
-
-    def closed(self) -> bool:
-        """Whether the event loop of its flow is closed, so that the flow never wakes."""
-        loop = self._loop
-        return loop is not None and bool(loop.is_closed())
 
     def responsive(self) -> bool:
         """Whether its flow can wake soon; False while its event loop does not run."""
@@ -184,12 +146,7 @@ class Wakeup:
 
     def consume(self) -> bool:
         """Whether it was notified since the last call."""
-        return self._quiet.acquire(blocking=False)
-
-
-def _end(future: Any) -> None:
-    if not future.done():
-        future.set_result(None)
+        return self._woken.wait(0.0)
 
 
 UNCLAIMED: Final = 1000
@@ -203,28 +160,25 @@ class Wakeups:
     """
 
     def __init__(self) -> None:
-        self._registered: dict[tuple[str, int], ref[Wakeup]] = {}
+        self._registered: WeakValueDictionary[tuple[str, int], Wakeup] = WeakValueDictionary()
         self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Register a flow that waits for a key with that ticket; notify it at once if its message has come already."""
         place = key, ticket
-        self._registered[place] = ref(wakeup, partial(self._registered.pop, place))
-        message = self._unclaimed.pop(place, None)
-        if message is not None:
-            wakeup.message = message
-            wakeup.notify()
+        self._registered[place] = wakeup
+        if (message := self._unclaimed.pop(place, None)) is not None:
+            _ = self.notify(message)
 
     def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Remove a flow that no longer waits with that ticket."""
-        if self._waiter((key, ticket)) is wakeup:
+        if self._registered.get((key, ticket)) is wakeup:
             _ = self._registered.pop((key, ticket), None)
 
     def notify(self, message: Message) -> bool:
         """Wake the receiver of a message; False if no waiter of this process has registered with its ticket yet."""
         place = message.key, message.ticket
-        wakeup = self._waiter(place)
-        if wakeup is not None:
+        if (wakeup := self._registered.get(place)) is not None:
             wakeup.message = message
             wakeup.notify()
             return True
@@ -235,7 +189,7 @@ class Wakeups:
 
     def notify_all(self, database: object = None) -> None:
         """Wake every waiter, or every one of a database."""
-        for wakeup in self._of(database):
+        for _, wakeup in self._all(database):
             wakeup.notify()
 
     def on_message(self, text: str) -> None:
@@ -246,20 +200,13 @@ class Wakeups:
 
     def anybody_waits(self, database: object = None) -> bool:
         """Whether any flow waits for that database, or for any."""
-        return any(not wakeup.closed() for wakeup in self._of(database))
+        return any(wakeup.responsive() for _, wakeup in self._all(database))
 
-    def waiting(self, database: object) -> list[tuple[str, int]]:
+    def waiting(self, database: object) -> set[tuple[str, int]]:
         """The keys and tickets of the waiters for a database."""
-        return [place for place, wakeup in self._all() if wakeup.database is database]
+        return {place for place, _ in self._all(database)}
 
-    def _waiter(self, place: tuple[str, int]) -> Wakeup | None:
-        reference = self._registered.get(place)
-        return None if reference is None else reference()
-
-    def _of(self, database: object) -> list[Wakeup]:
-        return [wakeup for _, wakeup in self._all() if database is None or wakeup.database is database]
-
-    def _all(self) -> list[tuple[tuple[str, int], Wakeup]]:
-        """All waiters. The list of references is made in one step, as others may come and go meanwhile."""
-        references = list(self._registered.items())
-        return [(place, wakeup) for place, reference in references if (wakeup := reference()) is not None]
+    def _all(self, database: object = None) -> list[tuple[tuple[str, int], Wakeup]]:
+        """All waiters, or those of a database. The references are copied in one step: others come and go meanwhile."""
+        waiters = [(reference.key, reference()) for reference in self._registered.valuerefs()]
+        return [(place, each) for place, each in waiters if each and (database is None or each.database is database)]
