@@ -14,7 +14,7 @@ from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import ending, find_out, forget, site_of, take_out
+from dblock.core.lock.bookkeeping import find_out, forget, innermost, site_of, take_out
 from dblock.core.observing.observers import leave_and_report, observers
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, at_once, undone
@@ -31,7 +31,7 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
 
     A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
-    that can be told (see `ending`).
+    that can be told (see `innermost`).
     """
     if lock.forked_from is not None:
         raise lock._forked()
@@ -155,7 +155,7 @@ def _innermost(lock: BaseLock) -> Block | None:
     if here or lock._hold_here() is not None:
         return here[-1] if here else None
     blocks = [(block.hold.flow, block) for block in lock._open_blocks()]
-    return ending(blocks, lock.key)[1] if blocks else None
+    return innermost(blocks, [lock.key])[1] if blocks else None
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:

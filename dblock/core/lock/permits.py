@@ -23,7 +23,7 @@ from dblock.core.holding.flow import Block, Hold
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.bookkeeping import ending
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.leaving_several import Entered, leave_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
@@ -232,7 +232,7 @@ class BaseSemaphore(Operations, Generic[P]):
     def _exit(self, opened: list[Block]) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
         blocks = [(each._flow.driver, block, each) for each, block in self._held.copy().items() if block in opened]
-        _, block, permit = ending(blocks, self.key, "enter a semaphore.permit() of its own for each block")
+        _, block, permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")
         _ = self._held.pop(permit, None)  # first: after an interrupt from here on nothing refers to the permit
         opened.remove(block)
         return leaving.leave_block(permit, block)
