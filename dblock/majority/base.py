@@ -67,8 +67,8 @@ class _Places(Place):
                 place.store().database.before_waiting()
         self._first.refuse_to_block()
 
-    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
-        return self._first.receivers(lock, reason)
+    def receivers(self, lock: HoldObserver, of: str, known: Mapping[str, object]) -> Sequence[Callable[[], object]]:
+        return self._first.receivers(lock, of, known)
 
 
 class BaseQuorumLock(BaseLock):

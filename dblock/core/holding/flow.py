@@ -30,7 +30,7 @@ from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core import timing
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.machine import machine
@@ -236,11 +236,9 @@ class HoldObserver(Protocol):
         """
         ...
 
-    def _who_hears_of_loss(self, reason: Reason, /) -> list[Callable[[], object]]: ...
-
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]: ...
-
-    def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
+    def _who_hears(self, of: str, **known: object) -> list[Callable[[], object]]:
+        """Whom to tell what the option `of` is a callback for: `on_lost`, `on_at_risk` or `on_revoke`."""
+        ...
 
 
 class Entry:

@@ -102,18 +102,10 @@ class BaseLock:
 
     # -- what the watchdog asks
 
-    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        on_lost = self.options.on_lost
-        own = [functools.partial(on_lost, self, reason)] if on_lost else []
-        return [*own, *self._place.receivers(self, reason)]
-
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        on_at_risk = self.options.on_at_risk
-        own = [functools.partial(on_at_risk, self)] if on_at_risk else []
-        return [*own, *self._place.receivers(self, None)]
-
-    def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
+    def _who_hears(self, of: str, **known: object) -> list[Callable[[], object]]:
+        own = getattr(self.options, of)
+        mine = [functools.partial(own, self, *known.values())] if own else []
+        return [*mine, *self._place.receivers(self, of, known)]
 
     def _interrupt_body(self, hold: Hold) -> None:
         """Cancel the asyncio task that runs under the lock, with `interrupt=True`."""
