@@ -28,12 +28,13 @@ from dblock.core.errors import (
     StoreUnanswered,
     StoreUnreachable,
 )
-from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.refusals import quarantined
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Rows, Steps, undone
+from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
@@ -179,8 +180,12 @@ class Member:
 
     def enter(self, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[None]:
         """Hold what has been confirmed until `alive` gives None; no I/O."""
-        found = yield from entering.acquire(self.lock, None, kind, self.flow, granted=grant, end=alive)
-        self.hold = cast("Hold", found)
+        entry = Entry(self.lock, kind, alive)
+        self.hold = yield from entering.reported(
+            self.lock,
+            entry,
+            lambda *_: at_once(begin_hold(self.lock, self.flow, grant, entry, None, store=self.store)),
+        )
 
     def leave(self) -> Steps[bool]:
         """Leave what is held, unless other steps do so already; False if it was lost."""
