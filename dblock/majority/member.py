@@ -28,7 +28,7 @@ from dblock.core.errors import (
     StoreUnanswered,
     StoreUnreachable,
 )
-from dblock.core.holding.flow import Block, Entry, Flow, Hold
+from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import begin_hold
@@ -192,7 +192,7 @@ class Member:
         if self.leaving:
             return True
         held, self.leaving = cast("Hold", self.hold), True
-        return (yield from _kept(leaving.leave_entry(self.lock, Block(entry, held)) for entry in held.entries))
+        return (yield from _kept(leaving.leave_entry(self.lock, held, entry) for entry in held.entries))
 
     def extend(self, ttl: float) -> Steps[bool]:
         """Let the lease end `ttl` seconds from now; False if it was lost."""

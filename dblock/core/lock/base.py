@@ -307,11 +307,8 @@ class BaseLock:
             raise self._not_held(verb)
         return hold
 
-    def _forked(self) -> LockNotHeld:
-        return failures.forked(self._key, self.forked_from)
-
     def _not_held(self, verb: str) -> LockNotHeld:
-        return failures.not_held(self._key, verb)
+        return failures.not_held(self._key, verb, self.forked_from)
 
     def _lost(self, hold: Hold) -> LockLost:
         runtime.current.watchdog.announce(hold)

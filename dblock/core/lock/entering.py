@@ -22,7 +22,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.key_template import or_skip
-from dblock.core.lock.leaving import _release
+from dblock.core.lock.leaving import leave_entry
 from dblock.core.lock.refusals import timed_out, waits_for_itself
 from dblock.core.observing.observers import acquire_and_report, observers
 from dblock.core.protocol import tenures
@@ -55,7 +55,7 @@ def acquire(
 
 def reported(lock: BaseLock, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
     """The steps that `begin` makes, given what reports a wait; observers hear of the attempt, if there are any."""
-    return acquire_and_report(lock, entry, begin, _release) if observers else begin()
+    return acquire_and_report(lock, entry, begin, leave_entry) if observers else begin()
 
 
 def _acquire(
@@ -69,7 +69,7 @@ def _acquire(
 ) -> Steps[Hold | Refused]:
     """Re-enter the lock, or take it; with a `token` take over the tenure that it is for."""
     if lock.forked_from is not None:
-        raise lock._forked()
+        raise lock._not_held("acquire")
     store = lock._place.store()
     resource = (store, lock._key)
     hold = flow.holds.get(resource)

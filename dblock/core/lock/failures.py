@@ -84,17 +84,11 @@ def unreachable(error: BaseException, step: Execute, *, database: str, mistake: 
     return kind(text, key=key_of(step))
 
 
-def forked(key: str, parent: int | None) -> LockNotHeld:
-    """The error for a lock object that the parent held when it forked this process."""
-    return LockNotHeld(
-        f"process {parent} held {key!r} when it forked this one, and a forked child owns nothing of its parent's: make "
-        "a new db_lock(...) here",
-        key=key,
-    )
-
-
-def not_held(key: str, verb: str) -> LockNotHeld:
-    """The error for a flow that does not hold the key."""
+def not_held(key: str, verb: str, parent: int | None = None) -> LockNotHeld:
+    """The error for a flow that does not hold the key; `parent`: the process that did when it forked this one."""
+    if parent is not None:
+        why = f"process {parent} held {key!r} when it forked this one, and a forked child owns nothing of its parent's"
+        return LockNotHeld(f"{why}: make a new db_lock(...) here", key=key)
     not_here = "this thread or task does not hold it, or has released it already"
     where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
     if verb == "downgrade":

@@ -34,7 +34,7 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
     that can be told (see `innermost`).
     """
     if lock.forked_from is not None:
-        raise lock._forked()
+        raise lock._not_held("release")
     block = block or _innermost(lock)
     if block is None:
         return release(lock)
@@ -42,8 +42,9 @@ def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
 
 
 def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave one entry of this flow, also if an interrupt comes; nothing happens if it was left before."""
-    return undone(partial(leave_entry, lock, block), partial(_leave_interrupted, lock, block), LockError)
+    """Leave one entry of this flow, also if an interrupt comes."""
+    leaving = partial(leave_entry, lock, block.hold, block.entry)
+    return undone(leaving, partial(_leave_interrupted, lock, block), LockError)
 
 
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
@@ -53,23 +54,25 @@ def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
 
 
 def release(lock: BaseLock) -> Steps[None]:
-    """Leave this flow's hold by the last entry that is not a `with`, if there is one, else by the last."""
+    """Leave this flow's hold."""
     entry, hold = block_to_release(lock)
-    yield from _release(lock, hold, entry)
+    yield from leave_entry(lock, hold, entry)
 
 
 def block_to_release(lock: BaseLock) -> Block:
-    """What release() leaves."""
-    if lock.forked_from is not None:
-        raise lock._forked()
+    """What release() leaves: the last entry that is not a `with`, if there is one, else the last."""
     hold = lock._own_hold("release")
     return Block(next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1]), hold)
 
 
-def leave_entry(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave one entry of this flow, if that has not happened yet."""
-    if block.entry in block.hold.entries:
-        yield from _release(lock, block.hold, block.entry)
+def leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+    """Leave one entry of this flow, if that has not happened yet; an open transaction may defer the last one.
+
+    Raises LockLost if the lease is over.
+    """
+    if left not in hold.entries:
+        return at_once(None)
+    return _observed(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left))
 
 
 def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
@@ -77,24 +80,22 @@ def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[
 
     `secret`: that of the token, if it has been given away already. Raises LockLost if the lease is over.
     """
-    if lock.forked_from is not None:
-        raise lock._forked()
     hold = lock._own_hold("detach")
     return (yield from _observed(hold, _detach(lock, hold, secret or hold.secret or new_secret(), ttl), "detached"))
 
 
 def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps[str]:
-    _ = lock._surely_held()
+    _, lease = lock._surely_held(), hold.lease
     if len(hold.open_entries()) > 1 or hold.deferred:
         inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
         why = f"{lock._key!r} cannot be detached while {inside}: the token passes on all of it, to one bearer"
         raise LockError(why, key=lock._key)
-    token = _token(hold, secret)
-    life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
+    token = Token(hold.tenure._replace(owner=secret), lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
+    life = (lease.ttl if ttl is None else ttl) + lease.grace
     hold.secret = secret
-    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_renew_again, hold))
+    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_watch_again, hold))
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
-        hold.lease.explain(loss)
+        lease.explain(loss)
         raise lock._lost(hold)
     for entry in hold.entries:  # the last one may be what an interrupted block has left behind
         entry.detached = True
@@ -113,30 +114,24 @@ def _give_to_bearer(lock: BaseLock, hold: Hold, secret: str, life: float) -> Ste
     return None if detached else (yield from tenures.why_lost(database, hold.tenure))
 
 
-def _renew_again(hold: Hold) -> None:
+def _watch_again(hold: Hold) -> None:
     """Watch a hold again, whose next renewal finds out whether it is handed over."""
-    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
+    if hold.lease.loss is None:  # else it is told, or release_all() releases it
         _ = runtime.current.watchdog.add(hold)
-
-
-def _token(hold: Hold, secret: str) -> Token:
-    """The token with that secret for the bearer of the hold's tenure."""
-    lease, tenure = hold.lease, hold.tenure._replace(owner=secret)
-    return Token(tenure, lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
 
 
 def finish(hold: Hold) -> Steps[None]:
     """Release a hold whose transaction has ended, unless its flow has entered it again."""
-    return _observed(hold, _finish(hold))
 
+    def steps() -> Steps[None]:
+        hold.kept_by = ()
+        if not hold.entries:
+            released = yield from leave(hold, [])
+            # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
+            if not (released or hold.store.database.dialect.single_writer):
+                yield from find_out(hold)
 
-def _finish(hold: Hold) -> Steps[None]:
-    hold.kept_by = ()
-    if not hold.entries:
-        released = yield from leave(hold, [])
-        # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
-        if not (released or hold.store.database.dialect.single_writer):
-            yield from find_out(hold)
+    return _observed(hold, steps())
 
 
 def release_all(store: Store) -> Steps[int]:
@@ -172,7 +167,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
             # Its tenure had ended, and another one has begun since.
             hold.entries = [each for each in hold.entries if each is not entry]
             raise lock._lost(hold)
-        yield from _release(lock, hold, entry)
+        yield from leave_entry(lock, hold, entry)
     finally:
         lock._blocks = [each for each in lock._blocks if each.entry is not entry]
 
@@ -180,12 +175,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
     """After an interrupt: leave a block, which is left once."""
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        yield from leave_entry(lock, block)
-
-
-def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
-    """Leave one entry; an open transaction may defer the last one. Raises LockLost if the lease is over."""
-    return _observed(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left))
+        yield from leave_entry(lock, block.hold, block.entry)
 
 
 def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:

@@ -22,8 +22,6 @@ from dblock.core.values import Grant, LockInfo
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     """Let the lease end `ttl` seconds from now; raises LockLost."""
-    if lock.forked_from is not None:
-        raise lock._forked()
     hold = lock._own_hold("extend")
     _ = lock._surely_held()
     database, before = lock._place.store().database, hold.lease.ttl
