@@ -49,7 +49,7 @@ def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
 
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
     """Leave the block that ends: the only one of those `opened` for its end that is open, else as leave_block()."""
-    opened[:] = [block for block in opened if block in lock._blocks]
+    opened[:] = filter(lock._blocks.__contains__, opened)
     return leave_block(lock, opened.pop() if len(opened) == 1 else None)
 
 

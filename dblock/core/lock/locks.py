@@ -18,7 +18,7 @@ from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.key_template import Template, adecorated, decorated
 from dblock.core.options import Options
 from dblock.core.protocol.steps import Steps
-from dblock.core.validation import acquire_timeout, valid_ttl
+from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
 
 T = TypeVar("T")
@@ -32,28 +32,20 @@ Timeout = Seconds | EllipsisType | None
 SAYS_NOTHING: Final = " (this says nothing of what you have committed)"
 
 
-def of_the_end(late: LockError) -> LockError:
-    """The same error, raised by the end of a `with`: a loss says that it says nothing of the caller's transactions.
-
-    One that guard() has pinned was committed rightly.
-    """
-    if isinstance(late, LockLost):
-        late.args = (f"{late}{SAYS_NOTHING}",)
-    return late
-
-
 def gives_way(late: LockError, error: BaseException | None, holds: Iterable[Hold] = ()) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
     A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, unless only
     the loss of one of the `holds` has cancelled the body; and a failure of the database at the release does not hide
-    the body's exception.
+    the body's exception. A loss that is raised says that it says nothing of the caller's transactions: one that guard()
+    has pinned was committed rightly.
     """
     ours = [hold for hold in holds if was_ours(hold, error)]
     if ours:
         late.__cause__ = error
     if ours or error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
-        _ = of_the_end(late)
+        if isinstance(late, LockLost):
+            late.args = (f"{late}{SAYS_NOTHING}",)
         return False
     error.add_note(str(late))
     return True
@@ -237,12 +229,9 @@ class AwaitingLocks(Awaiting):
 class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
-    _acquire, _release, _verify = entering.acquire, leaving.release, operations.verify
+    _acquire, _release, _extend, _verify = entering.acquire, leaving.release, operations.extend, operations.verify
     _owned, _locked, _guard = operations.owned, operations.locked, operations.guard
     _enter, _exit = entering.enter, leaving.end_block
-
-    def _extend(self, ttl: Seconds | None) -> Steps[None]:
-        return operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl))
 
 
 class Attaching(Generic[L]):
