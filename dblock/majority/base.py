@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
 
 
-class _Refused(Refused):
-    """The refusal of a majority, whose error says what each database has said."""
-
-    error: LockTimeout
-
-
 class _Places(Place):
     """The places of the databases; the first says what is the same of all."""
 
@@ -192,15 +186,7 @@ class BaseQuorumLock(BaseLock):
                 return hold
             _ = yield from hold.give()  # its block has ended unnoticed, and it is renewed no more
         found = yield from attempts.run()
-        if isinstance(found, Held):
-            return found
-        refused = _Refused(attempts.holder)
-        refused.error = found
-        return refused
-
-    def _why_refused(self, refused: Refused) -> Steps[LockTimeout]:
-        yield from ()
-        return cast("_Refused", refused).error
+        return found if isinstance(found, Held) else Refused(attempts.holder, error=found)
 
     # -- leaving
 

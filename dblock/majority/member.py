@@ -150,7 +150,7 @@ class Member:
         )
 
     def _why_not(self, refused: Refused) -> Steps[No]:
-        holder, busy = refused
+        holder, busy, _ = refused
         if busy is not None:
             raise busy
         if holder is not None and holder.state == "held":

@@ -211,7 +211,7 @@ def enter_block(
     else:
         found = yield from acquire(lock, timeout, "with", flow, end=end)
         if isinstance(found, Refused):
-            raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
+            raise found.error or (yield from timed_out(lock, found)) from found.busy
         hold = found
     if lock.options.interrupt and (task := current_task()) is not None:
         hold.cancelling = task.cancelling()
