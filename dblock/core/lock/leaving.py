@@ -27,17 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
-    """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
-
-    A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
-    that can be told (see `innermost`).
-    """
+def leave_block(lock: BaseLock, block: Block) -> Steps[None]:
+    """Leave a `with` of this very lock object, whatever the state of its hold."""
     if lock.forked_from is not None:
         raise lock._not_held("release")
-    block = block or _innermost(lock)
-    if block is None:
-        return release(lock)
     return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
@@ -48,9 +41,10 @@ def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
 
 
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
-    """Leave the block that ends: the only one of those `opened` for its end that is open, else as leave_block()."""
+    """Leave the `with` that ends: the only one of those `opened` for its end that is open, else the innermost."""
     opened[:] = filter(lock._blocks.__contains__, opened)
-    return leave_block(lock, opened.pop() if len(opened) == 1 else None)
+    block = opened.pop() if len(opened) == 1 else _innermost(lock)
+    return release(lock) if block is None else leave_block(lock, block)
 
 
 def release(lock: BaseLock) -> Steps[None]:
@@ -144,7 +138,10 @@ def release_all(store: Store) -> Steps[int]:
 
 
 def _innermost(lock: BaseLock) -> Block | None:
-    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise."""
+    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise.
+
+    A `with` belongs to the lock object: if this flow holds nothing, it is that of another one, where that can be told.
+    """
     flow = lock._running_flow()
     here = [block for block in lock._blocks if block.hold.flow() is flow]
     if here or lock._hold_here() is not None:

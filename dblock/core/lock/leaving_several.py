@@ -23,9 +23,8 @@ def leave_each(entered: Entered, error: BaseException | None = None, store: Stor
 
     With `error`, which its caller raises, an error of a lock becomes a note on that; `store`: the one that it is of.
     """
-    errors, away = [error] if error is not None else [], dict[Store, LockError]()
-    if store is not None and isinstance(error, AWAY):
-        away[store] = error
+    errors = [error] if error is not None else []
+    away: dict[Store, LockError] = {store: error} if store is not None and isinstance(error, AWAY) else {}
 
     def leave(those: Entered) -> Steps[None]:
         for lock, block in those:
@@ -42,9 +41,8 @@ def leave_each(entered: Entered, error: BaseException | None = None, store: Stor
             finally:
                 block.hold.away = None
 
-    def leave_rest() -> Steps[None]:
-        return leave([each for each in entered if each[1].entry in each[1].hold.entries])
-
-    yield from undone(lambda: leave(entered), leave_rest)
+    yield from undone(
+        lambda: leave(entered), lambda: leave([each for each in entered if each[1].entry in each[1].hold.entries])
+    )
     if errors and error is None:
         raise errors[0]

@@ -96,10 +96,9 @@ class BaseLocks(Operations):
     @property
     def state(self) -> State | None:
         """`held`, `at_risk` or `lost` if one of them is, by the local clock; None unless this flow holds them all."""
-        states: set[State | None] = {lock.state for lock in self._members}
-        if None in states:
-            return None
-        return "lost" if "lost" in states else "at_risk" if "at_risk" in states else "held"
+        states: list[State | None] = [lock.state for lock in self._members]
+        worst_first = (None, "lost", "at_risk", "held")
+        return min(states, key=worst_first.index)
 
     def check(self) -> None:
         """Raise LockLost unless this flow surely holds all of them at this moment, as `Lock.check`; no I/O."""
