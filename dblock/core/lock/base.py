@@ -40,10 +40,6 @@ class BaseLock:
 
     forked_from: int | None = None
     """The parent process, if it held this very object when it forked this process."""
-    _skipped: bool | None = None
-    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
-    _template: Template
-    """That of the decorated function, for such a call."""
     _flow: Flow | None = None
     """The flow that owns what is taken through this object; None: the one that runs."""
     _kind = KeyKind.LOCK
@@ -331,7 +327,7 @@ class BaseLock:
         return Template(self._key, function, self._valid_key)
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """A separate lock for one call of a decorated function."""
+        """A separate lock for one call of a decorated function, which knows what to do if the key is busy."""
         lock = copy.copy(self)
-        lock._key, lock._skipped, lock._template = template.key(args, kwargs), False, template
+        lock._key, lock.options = template.key(args, kwargs), self.options._replace(on_busy="raise")
         return lock

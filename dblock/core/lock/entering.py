@@ -21,7 +21,7 @@ from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import begin_hold
-from dblock.core.lock.key_template import or_skip
+from dblock.core.lock.key_template import NO_SKIP
 from dblock.core.lock.leaving import leave_entry
 from dblock.core.lock.refusals import timed_out, waits_for_itself
 from dblock.core.observing.observers import acquire_and_report, observers
@@ -190,11 +190,11 @@ def _end_before_another(hold: Hold) -> None:
 def enter(lock: BaseLock, its: Loaded) -> Steps[Hold | None]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
-    `its`: what the `with` has loaded. With `on_busy="skip"` the call of a decorated function is marked as skipped
-    instead.
+    `its`: what the `with` has loaded.
     """
-    steps = enter_block(lock, lock._timeout, its.end, its.opened)
-    return steps if lock.options.on_busy == "raise" else or_skip(lock, steps)
+    if lock.options.on_busy != "raise":
+        raise TypeError(NO_SKIP)
+    return enter_block(lock, lock._timeout, its.end, its.opened)
 
 
 def enter_block(
@@ -203,7 +203,7 @@ def enter_block(
     end: Callable[[], object] | None = None,
     opened: list[Block] | None = None,
 ) -> Steps[Hold]:
-    """The same, whatever `on_busy` says; `end`: a reference to the end of the block, which is added to `opened`."""
+    """The same; `end`: a reference to the end of the block, which is added to `opened`."""
     flow = lock._running_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:

@@ -15,7 +15,7 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import Template, adecorated, decorated
+from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.options import Options
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
@@ -77,12 +77,8 @@ def refuses(message: str) -> Callable[..., NoReturn]:
 class Operations:
     """What has operations: a lock, several, a semaphore. They are steps, and it knows what drives them."""
 
-    _skipped: bool | None = None
-    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
-
     if TYPE_CHECKING:
         options: Options
-        _template: Template
         _timeout: Any
         _withs: list[Any]
         _drive: Any
@@ -112,8 +108,7 @@ class Blocking(Operations):
         opened: list[Any] | None = None,
     ) -> None:
         try:
-            if not self._skipped:
-                self._drive(self._exit(opened or self._withs))
+            self._drive(self._exit(opened or self._withs))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -142,8 +137,7 @@ class Awaiting(Operations):
     ) -> None:
         holds = self._holds() if self.options.interrupt else []
         try:
-            if not self._skipped:
-                await self._adrive(self._exit(opened or self._withs), undisturbed=True)
+            await self._adrive(self._exit(opened or self._withs), undisturbed=True)
         except LockError as late:
             if not gives_way(late, error, holds):
                 raise

@@ -217,7 +217,7 @@ class BaseSemaphore(Operations, Generic[P]):
         yield from leave_each(chosen)
 
     def _enter(self, its: Loaded) -> Steps[P]:
-        """Begin a `with`: its permit, which a call of a decorated function that is skipped does not hold."""
+        """Begin a `with`: its permit."""
         opened = [each for each, block in self._held.copy().items() if block in each._open_blocks()]
         if any(each._flow.driver is current_flow().ref for each in opened):
             raise LockError(
@@ -226,7 +226,6 @@ class BaseSemaphore(Operations, Generic[P]):
                 key=self.key,
             )
         [permit] = yield from self._own(1, lambda permit: entering.enter(permit, its))
-        self._skipped = permit._skipped
         return permit
 
     def _exit(self, opened: list[Block]) -> Steps[None]:

@@ -19,7 +19,7 @@ from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.key_template import Template, or_skip
+from dblock.core.lock.key_template import NO_SKIP, Template
 from dblock.core.lock.leaving import block_to_release
 from dblock.core.lock.leaving_several import Entered, leave_each
 from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
@@ -121,8 +121,9 @@ class BaseLocks(Operations):
 
     def _enter(self, its: Loaded) -> Steps[None]:
         """Begin a `with`, which has loaded `its`."""
-        steps = self._acquire(self._timeout, its)
-        return steps if self.options.on_busy == "raise" else or_skip(self, steps)
+        if self.options.on_busy != "raise":
+            raise TypeError(NO_SKIP)
+        return self._acquire(self._timeout, its)
 
     def _acquire(self, timeout: float | None, its: Loaded | None = None) -> Steps[None]:
         """Take them all, or none; raises LockTimeout if one was not free in time. `its`: by a `with`, see _enter()."""
@@ -210,9 +211,7 @@ class BaseLocks(Operations):
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
         members = [lock._for_call(each, args, kwargs) for lock, each in zip(self._members, templates, strict=True)]
-        made = type(self)(members, self._timeout)
-        made.options, made._skipped, made._template = self.options, False, templates[0]
-        return made
+        return type(self)(members, self._timeout)
 
 
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:
