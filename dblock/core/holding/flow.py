@@ -244,7 +244,7 @@ class HoldObserver(Protocol):
 class Entry:
     """One entering of a hold."""
 
-    __slots__ = ("_end", "_lock", "detached", "kind")
+    __slots__ = ("_end", "_lock", "kind")
 
     def __init__(self, lock: HoldObserver, kind: str, end: Callable[[], object] | None = None) -> None:
         """`end`: a reference to the end of its block, where that is known (see `dblock.core.lock.blocks`)."""
@@ -253,8 +253,6 @@ class Entry:
         self._end = end or self._lock
         self.kind = kind
         """`acquire`, `with`, or `attach`, which a `with` may still take over."""
-        self.detached = False
-        """Whether its hold was handed over by `detach()`. A `with` that ends afterwards releases nothing."""
 
     @property
     def lock(self) -> HoldObserver | None:
@@ -280,6 +278,8 @@ class Hold:
     """The lock object through which it is being left, or whose release an open transaction defers."""
     secret = ""
     """That of the token which a `detach()` without an answer has sent: the next one sends the same."""
+    detached = False
+    """Whether it was handed over by `detach()`. A `with` that ends afterwards releases nothing."""
     is_snapshot = False
     """Whether this is a copy for inspection only."""
     kind = 0

@@ -249,7 +249,7 @@ class BaseLock:
     def _hold(self) -> Hold | None:
         """This flow's hold, else that of the only open `with` of this object, whichever flow entered it."""
         hold = self._hold_here()
-        if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
+        if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].hold.detached:
             hold = blocks[0].hold
         return hold or self._hold_before()
 
@@ -274,7 +274,7 @@ class BaseLock:
         return [
             block
             for block in mine
-            if block.entry.lock is not None and (block.entry.detached or block.entry in block.hold.entries)
+            if block.entry.lock is not None and (block.hold.detached or block.entry in block.hold.entries)
         ]
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:

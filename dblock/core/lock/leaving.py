@@ -34,12 +34,6 @@ def leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
-def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave one entry of this flow, also if an interrupt comes."""
-    leaving = partial(leave_entry, lock, block.hold, block.entry)
-    return undone(leaving, partial(_leave_interrupted, lock, block), LockError)
-
-
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
     """Leave the `with` that ends: the only one of those `opened` for its end that is open, else the innermost."""
     opened[:] = filter(lock._blocks.__contains__, opened)
@@ -91,8 +85,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         lease.explain(loss)
         raise lock._lost(hold)
-    for entry in hold.entries:  # the last one may be what an interrupted block has left behind
-        entry.detached = True
+    hold.detached = True
     take_out(hold)
     hold.entries = []
     site_of(hold).local_queues.released(hold.tenure.key)
@@ -154,17 +147,17 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     """Leave by an open `with`, unless it was detached, or left by release()."""
     entry, hold = block
     try:
-        if entry.detached:
-            return
-        if entry not in hold.entries:  # left by release()
-            yield from release(lock)
+        if hold.detached:
             return
         flow = hold.flow()
-        if flow is not None and flow.holds.get((hold.store, hold.key)) is not hold:
-            # Its tenure had ended, and another one has begun since.
+        its = hold if flow is None else flow.holds.get((hold.store, hold.key), hold)
+        if entry not in hold.entries:  # left by release()
+            yield from release(lock)
+        elif its is not hold:  # its tenure had ended, and another one has begun since
             hold.entries = [each for each in hold.entries if each is not entry]
             raise lock._lost(hold)
-        yield from leave_entry(lock, hold, entry)
+        else:
+            yield from leave_entry(lock, hold, entry)
     finally:
         lock._blocks = [each for each in lock._blocks if each.entry is not entry]
 
