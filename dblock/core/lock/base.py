@@ -16,11 +16,10 @@ from typing import Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
-from dblock.core.acquire.request import Refused
+from dblock.core.acquire.request import Refused, wrong_kind
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
-from dblock.core.lock import failures
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
@@ -92,8 +91,19 @@ class BaseLock:
 
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
-        if hold.kind != self._kind or hold.reading > self._reading:
-            raise failures.must_not_enter(self._key, self._kind, hold)
+        key = self._key
+        if hold.kind != self._kind:
+            raise wrong_kind(key, hold.kind, self._kind)
+        if hold.reading <= self._reading:
+            return
+        reads = f"this thread or task reads under {key!r}, and must release that before it writes"
+        if not hold.open_entries():
+            reads = (
+                f"this thread or task has read under {key!r}, and its transaction keeps that until it ends: write "
+                'after that, or read with release="now"'
+            )
+        why = "two that wait for each other's reading to end would wait for ever"
+        raise LockUpgradeRefused(f"{reads} ({why})", key=key)
 
     # -- what the watchdog asks
 
@@ -303,7 +313,16 @@ class BaseLock:
         return hold
 
     def _not_held(self, verb: str) -> LockNotHeld:
-        return failures.not_held(self._key, verb, self.forked_from)
+        """The error for a flow that does not hold the key, or has the lock object of its parent process."""
+        key, not_here = self._key, "this thread or task does not hold it, or has released it already"
+        where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
+        why = f"cannot {verb} {key!r}: {not_here}; a lock {where}"
+        if verb == "downgrade":
+            why = f"cannot downgrade {key!r}: as a writer {not_here}"
+        if self.forked_from is not None:
+            nothing = "a forked child owns nothing of its parent's: make a new db_lock(...) here"
+            why = f"process {self.forked_from} held {key!r} when it forked this one, and {nothing}"
+        return LockNotHeld(why, key=key)
 
     def _lost(self, hold: Hold) -> LockLost:
         runtime.current.watchdog.announce(hold)

@@ -1,4 +1,4 @@
-"""The lock's errors for failures of drivers, and for what a flow may not do with what it holds.
+"""The lock's errors for failures of drivers.
 
 Rule: the class of an error says what it means for the protocol, its text what the user can do about it.
 """
@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dblock.core.acquire.request import wrong_kind
-from dblock.core.errors import (
-    LockNotHeld,
-    LockStoreError,
-    LockUpgradeRefused,
-    StoreUnanswered,
-    StoreUnreachable,
-    WrongKind,
-)
-from dblock.core.holding.flow import Hold
+from dblock.core.errors import LockStoreError, StoreUnanswered, StoreUnreachable
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.dialect import Dialect
 
@@ -82,31 +73,6 @@ def unreachable(error: BaseException, step: Execute, *, database: str, mistake: 
     kind = LockStoreError if mistake else StoreUnreachable
     text = f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}"
     return kind(text, key=key_of(step))
-
-
-def not_held(key: str, verb: str, parent: int | None = None) -> LockNotHeld:
-    """The error for a flow that does not hold the key; `parent`: the process that did when it forked this one."""
-    if parent is not None:
-        why = f"process {parent} held {key!r} when it forked this one, and a forked child owns nothing of its parent's"
-        return LockNotHeld(f"{why}: make a new db_lock(...) here", key=key)
-    not_here = "this thread or task does not hold it, or has released it already"
-    where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
-    if verb == "downgrade":
-        return LockNotHeld(f"cannot downgrade {key!r}: as a writer {not_here}", key=key)
-    return LockNotHeld(f"cannot {verb} {key!r}: {not_here}; a lock {where}", key=key)
-
-
-def must_not_enter(key: str, kind: int, hold: Hold) -> WrongKind | LockUpgradeRefused:
-    """The error for a flow that holds the key as another kind of lock, or as a reader, and wants to write."""
-    if hold.kind != kind:
-        return wrong_kind(key, hold.kind, kind)
-    reads = f"this thread or task reads under {key!r}, and must release that before it writes"
-    if not hold.open_entries():
-        reads = (
-            f"this thread or task has read under {key!r}, and its transaction keeps that until it ends: write "
-            'after that, or read with release="now"'
-        )
-    return LockUpgradeRefused(f"{reads} (two that wait for each other's reading to end would wait for ever)", key=key)
 
 
 def key_of(step: Execute) -> str | None:
