@@ -181,11 +181,8 @@ class Member:
     def enter(self, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[None]:
         """Hold what has been confirmed until `alive` gives None; no I/O."""
         entry = Entry(self.lock, kind, alive)
-        self.hold = yield from entering.reported(
-            self.lock,
-            entry,
-            lambda *_: at_once(begin_hold(self.lock, self.flow, grant, entry, None, store=self.store)),
-        )
+        begin = partial(begin_hold, self.lock, self.store, self.flow, grant, entry)
+        self.hold = yield from entering.reported(self.lock, entry, lambda *_: at_once(begin()))
 
     def leave(self) -> Steps[bool]:
         """Leave what is held, unless other steps do so already; False if it was lost."""

@@ -56,13 +56,7 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
 
 
 def begin_hold(
-    lock: BaseLock,
-    flow: Flow,
-    grant: Grant,
-    entry: Entry,
-    outer: Hold | None,
-    *,
-    store: Store,
+    lock: BaseLock, store: Store, flow: Flow, grant: Grant, entry: Entry, *, outer: Hold | None = None
 ) -> Hold:
     """Register a new hold of the flow; LockStoreError if it would not be renewed, as no thread can be started."""
     kept = outer if outer and outer.open_entries() else None

@@ -98,7 +98,7 @@ def _acquire(
         if isinstance(found, Grant):
             if hold is not None and hold.entries:
                 _end_before_another(hold)
-            return begin_hold(lock, flow, found, entry, hold, store=store)
+            return begin_hold(lock, store, flow, found, entry, outer=hold)
     except BaseException:
         begun = flow.holds.get(resource)
         # Interrupted between the grant and the registration of the hold.
