@@ -148,7 +148,7 @@ def _reenter(
     return None
 
 
-def _take_over(lock: BaseLock, attempt: Attempt, token: Token) -> Steps[Grant]:
+def _take_over(lock: BaseLock, attempt: Attempt, token: Token) -> Steps[Grant | Refused]:
     """The tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
     site, tenure, owner = attempt.site, token.tenure, attempt.request.new_owner()
     database, parameters = site.database, attempt.request.parameters(tenure.owner)
