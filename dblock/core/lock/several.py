@@ -9,6 +9,7 @@ Rule: whatever ends the taking early, a timeout, an error or an interrupt, what 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import EllipsisType
 from typing import Any, Self
 
 from dblock.core import clock
@@ -26,6 +27,7 @@ from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.runtime import current_flow
+from dblock.core.validation import valid_timeout
 from dblock.core.values import Seconds, State
 
 
@@ -45,7 +47,7 @@ class BaseLocks(Operations):
     def __init__(
         self,
         members: Sequence[Any],
-        timeout: float | None,
+        timeout: Seconds | EllipsisType | None = ...,
         *,
         on_busy: str = "raise",
         otherwise: Any = None,
@@ -57,7 +59,7 @@ class BaseLocks(Operations):
         self._drive, self._adrive = members[0]._drive, members[0]._adrive
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
-        self._timeout = timeout
+        self._timeout = members[0]._place.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
         """Blocks without an end of their own: a reference to the flow that has begun it, and what it has entered."""
         if any(lock.options.on_busy != "raise" for lock in members):
