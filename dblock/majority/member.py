@@ -16,7 +16,6 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.slow import SlowWait
-from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -124,7 +123,7 @@ class Member:
 
     def _take_at_once(self, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
         """Take a key that is free, with what its database says of itself."""
-        request = entering.request_of(self.lock, self.store, self.flow, self.lock._ttl)
+        request = entering.attempt_of(self.lock, self.store, self.flow, 0.0, SlowWait()).request
         owner = request.new_owner()
         taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
@@ -137,17 +136,7 @@ class Member:
         return found or (None, ())
 
     def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-        return self.lock._take(
-            Attempt(
-                self.site,
-                entering.request_of(self.lock, self.store, self.flow, self.lock._ttl),
-                timeout,
-                partial(runtime.current.waiter_services, self.store),
-                lambda: [each.tenure.owner for each in self.flow.holds.values() if not each.lease.loss],
-                slow_wait=slow_wait,
-                held_in_process=self._is_held_here(),
-            )
-        )
+        return self.lock._take(entering.attempt_of(self.lock, self.store, self.flow, timeout, slow_wait))
 
     def _why_not(self, refused: Refused) -> Steps[No]:
         holder, busy, _ = refused

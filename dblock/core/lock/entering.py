@@ -79,19 +79,7 @@ def _acquire(
         entered = yield from _reenter(lock, hold, flow, timeout, entry)
         if entered is not None:
             return entered
-    known = runtime.current.watchdog.hold_of(store, lock._key)
-    if known is not None and known.kind != lock._kind:
-        lock._check_kind(known)
-    attempt = Attempt(
-        runtime.current.site(store),
-        request_of(lock, store, flow, lock._ttl),
-        timeout,
-        functools.partial(runtime.current.waiter_services, store),
-        lambda: [each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss],
-        contended,
-        SlowWait(lock._slow_wait),
-        held_in_process=known is not None,
-    )
+    attempt = attempt_of(lock, store, flow, timeout, SlowWait(lock._slow_wait), contended=contended, but=hold)
     found: Grant | Refused | None = None
     try:
         found = yield from (lock._take(attempt) if token is None else _take_over(lock, attempt, token))
@@ -163,10 +151,26 @@ def _take_over(lock: BaseLock, attempt: Attempt, token: Token) -> Steps[Grant | 
     return found
 
 
-def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
-    """What the statements show of a flow that acquires the lock."""
-    options = lock.options
-    return Request(
+def attempt_of(
+    lock: BaseLock,
+    store: Store,
+    flow: Flow,
+    timeout: float | None,
+    slow_wait: SlowWait,
+    *,
+    contended: Callable[[LockInfo | None], None] | None = None,
+    but: Hold | None = None,
+    ttl: float | None = None,
+) -> Attempt:
+    """An attempt of a flow to acquire the lock; `but`: a hold of it that is no reason not to wait.
+
+    Raises WrongKind if the process holds the key as another kind of lock.
+    """
+    ttl = lock._ttl if ttl is None else ttl
+    options, known = lock.options, runtime.current.watchdog.hold_of(store, lock._key)
+    if known is not None and known.kind != lock._kind:
+        lock._check_kind(known)
+    request = Request(
         key=lock._key,
         ttl=ttl,
         life=ttl + options.grace,
@@ -178,6 +182,16 @@ def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
         kind=int(lock._kind),
         reading=lock._reading,
         **flow.who,
+    )
+    return Attempt(
+        runtime.current.site(store),
+        request,
+        timeout,
+        functools.partial(runtime.current.waiter_services, store),
+        lambda: [each.tenure.owner for each in flow.holds.values() if each is not but and not each.lease.loss],
+        contended,
+        slow_wait,
+        held_in_process=known is not None,
     )
 
 

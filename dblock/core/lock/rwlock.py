@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, held_shares
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
@@ -112,9 +112,8 @@ def downgrade(lock: Writes) -> Steps[None]:
     watchdog, flow = runtime.current.watchdog, hold.flow()
     if flow is None:
         raise lock._not_held("downgrade")
-    request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
-    services = partial(runtime.current.waiter_services, hold.store)
-    sharing, growing = Sharing(Attempt(site_of(hold), request, None, services)), pauses()
+    attempt = entering.attempt_of(lock, hold.store, flow, None, SlowWait(), ttl=hold.lease.ttl)
+    sharing, growing = Sharing(attempt), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.
         if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):
