@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockStoreError, Loss, Reason
+from dblock.core.errors import AWAY, LockError, LockLost, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, forget, innermost, site_of, take_out
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dblock.core.observing.events import How
 
 T = TypeVar("T")
+Entered = list[tuple[Any, Block]]
+"""Locks, and how each was entered, in the order in which they are left."""
 
 
 def leave_block(lock: BaseLock, block: Block) -> Steps[None]:
@@ -39,6 +41,40 @@ def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
     opened[:] = filter(lock._blocks.__contains__, opened)
     block = opened.pop() if len(opened) == 1 else _innermost(lock)
     return release(lock) if block is None else leave_block(lock, block)
+
+
+def leave_each(entered: Entered, error: BaseException | None = None, store: Store | None = None) -> Steps[None]:
+    """Leave several locks at once: those of `db_locks`, or permits. Raises an interrupt, else the first error.
+
+    Each is left, whatever leaving another one raises, and also if an interrupt comes between two of them. A database
+    that could not release one of them is asked for no other: the rest ends with its leases.
+
+    With `error`, which its caller raises, an error of a lock becomes a note on that; `store`: the one that it is of.
+    """
+    errors = [error] if error is not None else []
+    away: dict[Store, LockError] = {store: error} if store is not None and isinstance(error, AWAY) else {}
+
+    def leave_those(those: Entered) -> Steps[None]:
+        for lock, block in those:
+            block.hold.away = away.get(block.hold.store)
+            try:
+                yield from leave_block(lock, block)
+            except LockError as raised:
+                failed = raised.__cause__ if isinstance(raised, LockLost) else raised
+                if isinstance(failed, AWAY):
+                    _ = away.setdefault(block.hold.store, failed)
+                if errors:
+                    errors[0].add_note(str(raised))
+                errors.append(raised)
+            finally:
+                block.hold.away = None
+
+    def leave_rest() -> Steps[None]:
+        return leave_those([each for each in entered if each[1].entry in each[1].hold.entries])
+
+    yield from undone(partial(leave_those, entered), leave_rest)
+    if errors and error is None:
+        raise errors[0]
 
 
 def release(lock: BaseLock) -> Steps[None]:

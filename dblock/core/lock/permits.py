@@ -25,7 +25,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template
-from dblock.core.lock.leaving_several import Entered, leave_each
+from dblock.core.lock.leaving import Entered, leave_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone_after

@@ -21,8 +21,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import NO_SKIP, Template
-from dblock.core.lock.leaving import block_to_release
-from dblock.core.lock.leaving_several import Entered, leave_each
+from dblock.core.lock.leaving import Entered, block_to_release, leave_each
 from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps, undone_after
