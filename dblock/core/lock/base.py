@@ -348,5 +348,7 @@ class BaseLock:
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function, which knows what to do if the key is busy."""
         lock = copy.copy(self)
-        lock._key, lock.options = template.key(args, kwargs), self.options._replace(on_busy="raise")
+        lock._key = template.key(args, kwargs)
+        if self.options.on_busy != "raise":
+            lock.options = self.options._replace(on_busy="raise")
         return lock
