@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from types import EllipsisType
 from typing import Any, TypeVar
 
 from dblock.core import runtime
@@ -201,29 +202,23 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock, its: Loaded) -> Steps[Hold | None]:
+def enter(
+    lock: BaseLock, its: Loaded | None, timeout: float | EllipsisType | None = ..., *, part: bool = False
+) -> Steps[Hold]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
-    `its`: what the `with` has loaded.
+    `its`: what the `with` has loaded, if it is one; `part`: it is part of a larger block, which the caller notes for
+    its end. `timeout` is by default the lock's own.
     """
     if lock.options.on_busy != "raise":
         raise TypeError(NO_SKIP)
-    return enter_block(lock, lock._timeout, its.end, its.opened)
-
-
-def enter_block(
-    lock: BaseLock,
-    timeout: float | None,
-    end: Callable[[], object] | None = None,
-    opened: list[Block] | None = None,
-) -> Steps[Hold]:
-    """The same; `end`: a reference to the end of the block, which is added to `opened`."""
-    flow = lock._running_flow()
+    flow, end = lock._running_flow(), None if its is None else its.end
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with", end)
     else:
-        found = yield from acquire(lock, timeout, "with", flow, end=end)
+        longest = lock._timeout if isinstance(timeout, EllipsisType) else timeout
+        found = yield from acquire(lock, longest, "with", flow, end=end)
         if isinstance(found, Refused):
             raise found.error or (yield from timed_out(lock, found)) from found.busy
         hold = found
@@ -233,8 +228,8 @@ def enter_block(
     if lock._blocks:
         lock._blocks = [each for each in lock._blocks if each.entry.lock is not None]
     lock._blocks.append(block)
-    if opened is not None:
-        opened.append(block)
+    if its is not None and not part:
+        its.opened.append(block)
     return hold
 
 

@@ -137,7 +137,7 @@ class BaseLocks(Operations):
             for lock in locks:
                 store, left = lock._place.store(), None if deadline is None else max(deadline - clock.now(), 0.0)
                 if its is not None:
-                    _ = yield from entering.enter_block(lock, left, its.end)
+                    _ = yield from entering.enter(lock, its, left, part=True)
                 elif isinstance((yield from entering.acquire(lock, left)), Refused):
                     raise LockTimeout(key=lock.key)
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
