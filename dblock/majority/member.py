@@ -32,6 +32,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.refusals import quarantined
+from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
@@ -171,7 +172,7 @@ class Member:
         """Hold what has been confirmed until `alive` gives None; no I/O."""
         entry = Entry(self.lock, kind, alive)
         begin = partial(begin_hold, self.lock, self.store, self.flow, grant, entry)
-        self.hold = yield from entering.reported(self.lock, entry, lambda *_: at_once(begin()))
+        self.hold = yield from acquire_and_report(self.lock, entry, lambda *_: at_once(begin()), leaving.leave_entry)
 
     def leave(self) -> Steps[bool]:
         """Leave what is held, unless other steps do so already; False if it was lost."""

@@ -25,7 +25,7 @@ from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.key_template import NO_SKIP
 from dblock.core.lock.leaving import leave_entry
 from dblock.core.lock.refusals import timed_out, waits_for_itself
-from dblock.core.observing.observers import acquire_and_report, observers
+from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, sleep, undone
 from dblock.core.protocol.store import Store
@@ -33,7 +33,6 @@ from dblock.core.tokens import Token
 from dblock.core.values import SHARE, Grant, LockInfo, key_of_share, slot_of
 
 L = TypeVar("L", bound=BaseLock)
-T = TypeVar("T")
 
 
 def acquire(
@@ -48,15 +47,11 @@ def acquire(
     `flow`: this flow, if known; `end`: a reference to the end of the block.
     """
     entry, flow = Entry(lock, kind, end), flow or lock._running_flow()
-    steps = reported(lock, entry, functools.partial(type(lock)._acquires or _acquire, lock, timeout, entry, flow))
+    begin = functools.partial(type(lock)._acquires or _acquire, lock, timeout, entry, flow)
+    steps = acquire_and_report(lock, entry, begin, leave_entry)
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
-
-
-def reported(lock: BaseLock, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
-    """The steps that `begin` makes, given what reports a wait; observers hear of the attempt, if there are any."""
-    return acquire_and_report(lock, entry, begin, leave_entry) if observers else begin()
 
 
 def _acquire(
@@ -254,7 +249,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     entry = Entry(lock, "attach")
     begin = functools.partial(_acquire, lock, None, entry, lock._running_flow(), token=token)
-    _ = yield from reported(lock, entry, begin)
+    _ = yield from acquire_and_report(lock, entry, begin, leave_entry)
     return lock
 
 

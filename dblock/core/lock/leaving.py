@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -15,16 +15,12 @@ from dblock.core.errors import AWAY, LockError, LockLost, LockStoreError, Loss, 
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, forget, innermost, site_of, take_out
-from dblock.core.observing.observers import leave_and_report, observers
+from dblock.core.observing.observers import leave_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, at_once, undone
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token, new_secret, token_text
 
-if TYPE_CHECKING:
-    from dblock.core.observing.events import How
-
-T = TypeVar("T")
 Entered = list[tuple[Any, Block]]
 """Locks, and how each was entered, in the order in which they are left."""
 
@@ -96,7 +92,7 @@ def leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     """
     if left not in hold.entries:
         return at_once(None)
-    return _observed(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left))
+    return leave_and_report(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left), "released")
 
 
 def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
@@ -105,7 +101,8 @@ def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[
     `secret`: that of the token, if it has been given away already. Raises LockLost if the lease is over.
     """
     hold = lock._own_hold("detach")
-    return (yield from _observed(hold, _detach(lock, hold, secret or hold.secret or new_secret(), ttl), "detached"))
+    steps = _detach(lock, hold, secret or hold.secret or new_secret(), ttl)
+    return (yield from leave_and_report(hold, steps, "detached"))
 
 
 def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps[str]:
@@ -154,7 +151,7 @@ def finish(hold: Hold) -> Steps[None]:
             if not (released or hold.store.database.dialect.single_writer):
                 yield from find_out(hold)
 
-    return _observed(hold, steps())
+    return leave_and_report(hold, steps(), "released")
 
 
 def release_all(store: Store) -> Steps[int]:
@@ -202,10 +199,6 @@ def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
     """After an interrupt: leave a block, which is left once."""
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
         yield from leave_entry(lock, block.hold, block.entry)
-
-
-def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:
-    return leave_and_report(hold, steps, how) if observers else steps
 
 
 def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
