@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from dblock.core import runtime
-from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockNotHeld, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold, is_over
 from dblock.core.lock.base import BaseLock
@@ -115,8 +114,3 @@ def find_out(hold: Hold) -> Steps[LockError | None]:
     hold.lease.explain(loss)
     runtime.current.watchdog.announce(hold)
     return failed
-
-
-def site_of(hold: Hold) -> Site:
-    """What this process shares of the hold's database."""
-    return runtime.current.site(hold.store)

@@ -14,7 +14,7 @@ from dblock.core.acquire import handover
 from dblock.core.errors import AWAY, LockError, LockLost, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, forget, innermost, site_of, take_out
+from dblock.core.lock.bookkeeping import find_out, forget, innermost, take_out
 from dblock.core.observing.observers import leave_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, at_once, undone
@@ -121,7 +121,7 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     hold.detached = True
     take_out(hold)
     hold.entries = []
-    site_of(hold).local_queues.released(hold.tenure.key)
+    runtime.current.site(hold.store).local_queues.released(hold.tenure.key)
     return token_text(token)
 
 
@@ -243,4 +243,4 @@ def leave(hold: Hold, kept: list[Entry]) -> Steps[object]:
         raise LockStoreError(why, key=hold.key) from hold.away
     if kept:
         return tenures.set_count(hold.store.database, hold.tenure, len(kept))
-    return handover.pass_on(site_of(hold), hold.grant, min_hold=hold.min_hold)
+    return handover.pass_on(runtime.current.site(hold.store), hold.grant, min_hold=hold.min_hold)

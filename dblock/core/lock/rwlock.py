@@ -19,7 +19,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.locks import refuses
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import pauses
@@ -122,9 +122,9 @@ def downgrade(lock: Writes) -> Steps[None]:
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
-            _ = yield from handover.end(site_of(hold), grant)
+            _ = yield from handover.end(runtime.current.site(hold.store), grant)
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)
     _ = watchdog.add(hold)
-    _ = yield from handover.pass_on(site_of(hold), written)
+    _ = yield from handover.pass_on(runtime.current.site(hold.store), written)
