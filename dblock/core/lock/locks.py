@@ -83,14 +83,11 @@ class Operations:
         _withs: list[Any]
         _drive: Any
         _adrive: Any
-        _templates: Any
         _acquire: Callable[..., Steps[Any]]
         _release: Callable[..., Steps[None]]
         _extend: Callable[..., Steps[None]]
         _verify: Callable[..., Steps[bool]]
         _guard: Callable[..., Steps[None]]
-        _owned: Callable[..., Steps[bool]]
-        _locked: Callable[..., Steps[bool]]
         _enter: Callable[..., Steps[Any]]
         _exit: Callable[..., Steps[None]]
         _holds: Callable[[], list[Hold]]
@@ -283,11 +280,11 @@ class AsyncLock(_OneLock, AwaitingLocks):
         """Leave the lock to the flow that attaches to the returned token."""
         return await self._adrive(leaving.detach(self))
 
-    async def owned(self: Operations) -> bool:
+    async def owned(self: _OneLock) -> bool:
         """Whether this flow holds the lock, according to the database."""
         return bool(await self._adrive(self._owned()))
 
-    async def locked(self: Operations) -> bool:
+    async def locked(self: _OneLock) -> bool:
         """Whether any flow of any process holds the lock."""
         return bool(await self._adrive(self._locked()))
 
