@@ -182,15 +182,10 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     try:
         if hold.detached:
             return
-        flow = hold.flow()
-        its = hold if flow is None else flow.holds.get((hold.store, hold.key), hold)
-        if entry not in hold.entries:  # left by release()
-            yield from release(lock)
-        elif its is not hold:  # its tenure had ended, and another one has begun since
-            hold.entries = [each for each in hold.entries if each is not entry]
-            raise lock._lost(hold)
-        else:
+        if entry in hold.entries:
             yield from leave_entry(lock, hold, entry)
+        else:  # left by release()
+            yield from release(lock)
     finally:
         lock._blocks = [each for each in lock._blocks if each.entry is not entry]
 
