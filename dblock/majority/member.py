@@ -124,7 +124,7 @@ class Member:
 
     def _take_at_once(self, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
         """Take a key that is free, with what its database says of itself."""
-        request = entering.attempt_of(self.lock, self.store, self.flow, 0.0, SlowWait()).request
+        request = entering.attempt_of(self.lock, self.store, self.flow, 0.0).request
         owner = request.new_owner()
         taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
@@ -137,7 +137,9 @@ class Member:
         return found or (None, ())
 
     def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-        return self.lock._take(entering.attempt_of(self.lock, self.store, self.flow, timeout, slow_wait))
+        attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
+        attempt.slow_wait = slow_wait
+        return self.lock._take(attempt)
 
     def _why_not(self, refused: Refused) -> Steps[No]:
         holder, busy, _ = refused

@@ -75,7 +75,8 @@ def _acquire(
         entered = yield from _reenter(lock, hold, flow, timeout, entry)
         if entered is not None:
             return entered
-    attempt = attempt_of(lock, store, flow, timeout, SlowWait(lock._slow_wait), contended=contended, but=hold)
+    attempt = attempt_of(lock, store, flow, timeout, hold)
+    attempt.contended = contended
     found: Grant | Refused | None = None
     try:
         found = yield from (lock._take(attempt) if token is None else _take_over(lock, attempt, token))
@@ -147,23 +148,12 @@ def _take_over(lock: BaseLock, attempt: Attempt, token: Token) -> Steps[Grant | 
     return found
 
 
-def attempt_of(
-    lock: BaseLock,
-    store: Store,
-    flow: Flow,
-    timeout: float | None,
-    slow_wait: SlowWait,
-    *,
-    contended: Callable[[LockInfo | None], None] | None = None,
-    but: Hold | None = None,
-    ttl: float | None = None,
-) -> Attempt:
+def attempt_of(lock: BaseLock, store: Store, flow: Flow, timeout: float | None, but: Hold | None = None) -> Attempt:
     """An attempt of a flow to acquire the lock; `but`: a hold of it that is no reason not to wait.
 
     Raises WrongKind if the process holds the key as another kind of lock.
     """
-    ttl = lock._ttl if ttl is None else ttl
-    options, known = lock.options, runtime.current.watchdog.hold_of(store, lock._key)
+    options, ttl, known = lock.options, lock._ttl, runtime.current.watchdog.hold_of(store, lock._key)
     if known is not None and known.kind != lock._kind:
         lock._check_kind(known)
     request = Request(
@@ -185,8 +175,7 @@ def attempt_of(
         timeout,
         functools.partial(runtime.current.waiter_services, store),
         lambda: [each.tenure.owner for each in flow.holds.values() if each is not but and not each.lease.loss],
-        contended,
-        slow_wait,
+        slow_wait=SlowWait(lock._slow_wait),
         held_in_process=known is not None,
     )
 

@@ -14,7 +14,6 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, held_shares
-from dblock.core.acquire.slow import SlowWait
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
@@ -112,7 +111,8 @@ def downgrade(lock: Writes) -> Steps[None]:
     watchdog, flow = runtime.current.watchdog, hold.flow()
     if flow is None:
         raise lock._not_held("downgrade")
-    attempt = entering.attempt_of(lock, hold.store, flow, None, SlowWait(), ttl=hold.lease.ttl)
+    attempt = entering.attempt_of(lock, hold.store, flow, None)
+    attempt.request = attempt.request._replace(ttl=hold.lease.ttl, life=hold.lease.life)
     sharing, growing = Sharing(attempt), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.
