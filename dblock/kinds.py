@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine
 from functools import partial
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from dblock import conf
@@ -24,7 +23,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention, valid_timeout
+from dblock.core.validation import valid_retention
 from dblock.core.values import Seconds, key_of_share
 from dblock.guarded import NO_BEGIN, Atomic
 from dblock.place import Both, Guards, Lock, Options, Twins, default_alias
@@ -176,9 +175,8 @@ def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
     given: dict[str, Any] = {**options}
     timeout = given.pop("timeout", ...)
     bundle = {name: given.pop(name) for name in ("on_busy", "otherwise") if name in given}
-    own = conf.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
     made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in once(keys)]
-    return Locks(made, own, **bundle)
+    return Locks(made, timeout, **bundle)
 
 
 class Permit(IsPermit, Lock):

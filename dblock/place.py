@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from asgiref.sync import sync_to_async
@@ -12,7 +12,6 @@ from django.db import connections, router
 
 from dblock import conf, signals
 from dblock.async_code import SynchronousOnlyOperation, in_async_code
-from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, HoldObserver
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.key_template import adecorated
@@ -34,6 +33,7 @@ from dblock.store import DjangoStore, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
+_SIGNALS = {"on_lost": signals.lock_lost, "on_at_risk": signals.lock_at_risk}
 
 
 class Options(Given, total=False):
@@ -103,14 +103,12 @@ class DjangoPlace(Place):
         requests = connections[self.using].settings_dict["ATOMIC_REQUESTS"]
         return " (ATOMIC_REQUESTS began it before the view: @transaction.non_atomic_requests)" if requests else ""
 
-    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
+    def receivers(self, lock: HoldObserver, of: str, known: Mapping[str, object]) -> Sequence[Callable[[], object]]:
         """Those of the signal, whose sender is the class of the lock."""
-        signal, told = signals.lock_at_risk, dict[str, Any]()
-        if reason is not None:
-            signal, told = signals.lock_lost, {"reason": reason}
-        sender = type(lock)
-        send = functools.partial(signal.send_robust, sender, lock=lock, **told)
-        return [send] if signal.has_listeners(sender) else ()
+        signal, sender = _SIGNALS.get(of), type(lock)
+        if signal is None or not signal.has_listeners(sender):
+            return ()
+        return [functools.partial(signal.send_robust, sender, lock=lock, **known)]
 
 
 @conf.kept

@@ -133,7 +133,7 @@ def _look_after(connection: BaseDatabaseWrapper) -> None:
     holds = [hold for hold in _joined.pop(connection) if hold.lease.loss is None and hold.entries]
     for hold in holds:
         try:
-            drive(look_after(hold))
+            _ = drive(look_after(hold))
         except LockError as error:
             warn("could not verify %r when a transaction ended: %s", hold.shown, error)
     if connection.in_atomic_block:

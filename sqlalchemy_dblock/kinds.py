@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from functools import partial
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
@@ -26,7 +25,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.validation import valid_key, valid_retention, valid_timeout
+from dblock.core.validation import valid_key, valid_retention
 from dblock.core.values import Seconds, key_of_share
 from sqlalchemy_dblock.place import AsyncBegins, AsyncGuards, AsyncLock, Begins, Guards, Lock, Options, sync_engine
 from sqlalchemy_dblock.store import store_for
@@ -195,7 +194,6 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     """
     timeout = options.pop("timeout", ...)
     bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}
-    own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
     given, make, locks = once((first, *keys)), cast("Any", db_lock), (Lock, AsyncLock)
     is_lock = isinstance(first, locks)
     if not is_lock:
@@ -209,7 +207,7 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")
-    return AsyncLocks(made, own, **bundle) if kinds == {True} else Locks(made, own, **bundle)
+    return AsyncLocks(made, timeout, **bundle) if kinds == {True} else Locks(made, timeout, **bundle)
 
 
 class Permit(IsPermit, Lock):

@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
 
 
-class _Refused(Refused):
-    """The refusal of a majority, whose error says what each database has said."""
-
-    error: LockTimeout
-
-
 class _Places(Place):
     """The places of the databases; the first says what is the same of all."""
 
@@ -67,8 +61,8 @@ class _Places(Place):
                 place.store().database.before_waiting()
         self._first.refuse_to_block()
 
-    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
-        return self._first.receivers(lock, reason)
+    def receivers(self, lock: HoldObserver, of: str, known: Mapping[str, object]) -> Sequence[Callable[[], object]]:
+        return self._first.receivers(lock, of, known)
 
 
 class BaseQuorumLock(BaseLock):
@@ -192,15 +186,7 @@ class BaseQuorumLock(BaseLock):
                 return hold
             _ = yield from hold.give()  # its block has ended unnoticed, and it is renewed no more
         found = yield from attempts.run()
-        if isinstance(found, Held):
-            return found
-        refused = _Refused(attempts.holder)
-        refused.error = found
-        return refused
-
-    def _why_refused(self, refused: Refused) -> Steps[LockTimeout]:
-        yield from ()
-        return cast("_Refused", refused).error
+        return found if isinstance(found, Held) else Refused(attempts.holder, error=found)
 
     # -- leaving
 

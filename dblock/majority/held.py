@@ -104,9 +104,7 @@ class Held(Hold):
             told: Any = each.lock
             told._majority = self.store.name
             told._interrupt_body = partial(self._on_lost, each)
-            told._who_hears_of_loss = lambda _: []
-            told._who_hears_of_risk = self._on_at_risk
-            told._who_hears_of_revocation = self._on_revoked
+            told._who_hears = self._who_hears
 
     def holds(self) -> list[Hold]:
         """What is held of the databases, or was lost."""
@@ -149,15 +147,15 @@ class Held(Hold):
         else:
             runtime.current.watchdog.announce(self)
 
-    def _on_at_risk(self) -> list[Callable[[], object]]:
-        """A renewal is late in one of the databases; who hears of that."""
-        before, self._at_risk = self._at_risk, self.lease.state == "at_risk"
-        return self.lock._who_hears_of_risk() if self._at_risk and not before else []
-
-    def _on_revoked(self, words: str) -> list[Callable[[], object]]:
-        """It was asked back in one of the databases; who hears of that."""
-        before, self.revoked = self.revoked, words
-        return self.lock._who_hears_of_revocation(words) if before is None else []
+    def _who_hears(self, of: str, **known: Any) -> list[Callable[[], object]]:
+        """What happens in one of the databases is told once: that all is at risk, and that it was asked back."""
+        told = True
+        if of == "on_at_risk":
+            told, self._at_risk = self._at_risk, self.lease.state == "at_risk"
+            told = told or not self._at_risk
+        elif of == "on_revoke":
+            told, self.revoked = self.revoked is not None, known["words"]
+        return [] if told else self.lock._who_hears(of, **known)
 
     # -- growing again
 

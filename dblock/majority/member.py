@@ -16,7 +16,6 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.slow import SlowWait
-from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -28,12 +27,14 @@ from dblock.core.errors import (
     StoreUnanswered,
     StoreUnreachable,
 )
-from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.refusals import quarantined
+from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Rows, Steps, undone
+from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
@@ -123,7 +124,7 @@ class Member:
 
     def _take_at_once(self, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
         """Take a key that is free, with what its database says of itself."""
-        request = entering.request_of(self.lock, self.store, self.flow, self.lock._ttl)
+        request = entering.attempt_of(self.lock, self.store, self.flow, 0.0).request
         owner = request.new_owner()
         taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
@@ -136,20 +137,12 @@ class Member:
         return found or (None, ())
 
     def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-        return self.lock._take(
-            Attempt(
-                entering.request_of(self.lock, self.store, self.flow, self.lock._ttl),
-                self.site,
-                timeout,
-                partial(runtime.current.waiter_services, self.store),
-                lambda: [each.tenure.owner for each in self.flow.holds.values() if not each.lease.loss],
-                slow_wait=slow_wait,
-                held_in_process=self._is_held_here(),
-            )
-        )
+        attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
+        attempt.slow_wait = slow_wait
+        return self.lock._take(attempt)
 
     def _why_not(self, refused: Refused) -> Steps[No]:
-        holder, busy = refused
+        holder, busy, _ = refused
         if busy is not None:
             raise busy
         if holder is not None and holder.state == "held":
@@ -179,15 +172,16 @@ class Member:
 
     def enter(self, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[None]:
         """Hold what has been confirmed until `alive` gives None; no I/O."""
-        found = yield from entering.acquire(self.lock, None, kind, self.flow, granted=grant, end=alive)
-        self.hold = cast("Hold", found)
+        entry = Entry(self.lock, kind, alive)
+        begin = partial(begin_hold, self.lock, self.store, self.flow, grant, entry)
+        self.hold = yield from acquire_and_report(self.lock, entry, lambda *_: at_once(begin()), leaving.leave_entry)
 
     def leave(self) -> Steps[bool]:
         """Leave what is held, unless other steps do so already; False if it was lost."""
         if self.leaving:
             return True
         held, self.leaving = cast("Hold", self.hold), True
-        return (yield from _kept(leaving.leave_entry(self.lock, Block(entry, held)) for entry in held.entries))
+        return (yield from _kept(leaving.leave_entry(self.lock, held, entry) for entry in held.entries))
 
     def extend(self, ttl: float) -> Steps[bool]:
         """Let the lease end `ttl` seconds from now; False if it was lost."""

@@ -25,7 +25,7 @@ from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.base_store import BaseStore
-from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.leading import BaseLeader
 from dblock.core.lock.permits import BaseSemaphore
 from dblock.core.lock.rwlock import NoLock
@@ -209,7 +209,7 @@ def _taking_away(hold: Hold) -> Steps[None]:
     _ = yield from force_release(hold.store, key, fence, "taken away by a test")
     yield from find_out(hold)
     _ = watchdog.discard(hold)
-    site_of(hold).local_queues.released(key)
+    runtime.current.site(hold.store).local_queues.released(key)
 
 
 def _store(key: str, bind: Any) -> Any:

@@ -29,7 +29,7 @@ from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core import timing
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.machine import machine
@@ -213,17 +213,15 @@ class HoldObserver(Protocol):
         """
         ...
 
-    def _who_hears_of_loss(self, reason: Reason, /) -> list[Callable[[], object]]: ...
-
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]: ...
-
-    def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
+    def _who_hears(self, of: str, **known: object) -> list[Callable[[], object]]:
+        """Whom to tell what the option `of` is a callback for: `on_lost`, `on_at_risk` or `on_revoke`."""
+        ...
 
 
 class Entry:
     """One entering of a hold."""
 
-    __slots__ = ("_end", "_lock", "detached", "kind")
+    __slots__ = ("_end", "_lock", "kind")
 
     def __init__(self, lock: HoldObserver, kind: str, end: Callable[[], object] | None = None) -> None:
         """`end`: a reference to the end of its block, where that is known (see `dblock.core.lock.blocks`)."""
@@ -232,8 +230,6 @@ class Entry:
         self._end = end or self._lock
         self.kind = kind
         """`acquire`, `with`, or `attach`, which a `with` may still take over."""
-        self.detached = False
-        """Whether its hold was handed over by `detach()`. A `with` that ends afterwards releases nothing."""
 
     @property
     def lock(self) -> HoldObserver | None:
@@ -259,6 +255,8 @@ class Hold:
     """The lock object through which it is being left, or whose release an open transaction defers."""
     secret = ""
     """That of the token which a `detach()` without an answer has sent: the next one sends the same."""
+    detached = False
+    """Whether it was handed over by `detach()`. A `with` that ends afterwards releases nothing."""
     is_snapshot = False
     """Whether this is a copy for inspection only."""
     kind = 0

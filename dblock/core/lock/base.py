@@ -16,11 +16,10 @@ from typing import Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
-from dblock.core.acquire.request import Refused
+from dblock.core.acquire.request import Refused, wrong_kind
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
-from dblock.core.lock import failures
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
@@ -40,10 +39,6 @@ class BaseLock:
 
     forked_from: int | None = None
     """The parent process, if it held this very object when it forked this process."""
-    _skipped: bool | None = None
-    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
-    _template: Template
-    """That of the decorated function, for such a call."""
     _flow: Flow | None = None
     """The flow that owns what is taken through this object; None: the one that runs."""
     _kind = KeyKind.LOCK
@@ -55,9 +50,8 @@ class BaseLock:
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
     _acquires: Any = None
-    """What acquires it, leaves it, and says why it was refused, if it is not one row."""
+    """What acquires it and leaves it, if it is not one row."""
     _leaves: Any = None
-    _why_refused: Any = None
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 
@@ -97,23 +91,26 @@ class BaseLock:
 
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
-        if hold.kind != self._kind or hold.reading > self._reading:
-            raise failures.must_not_enter(self._key, self._kind, hold)
+        key = self._key
+        if hold.kind != self._kind:
+            raise wrong_kind(key, hold.kind, self._kind)
+        if hold.reading <= self._reading:
+            return
+        reads = f"this thread or task reads under {key!r}, and must release that before it writes"
+        if not hold.open_entries():
+            reads = (
+                f"this thread or task has read under {key!r}, and its transaction keeps that until it ends: write "
+                'after that, or read with release="now"'
+            )
+        why = "two that wait for each other's reading to end would wait for ever"
+        raise LockUpgradeRefused(f"{reads} ({why})", key=key)
 
     # -- what the watchdog asks
 
-    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        on_lost = self.options.on_lost
-        own = [functools.partial(on_lost, self, reason)] if on_lost else []
-        return [*own, *self._place.receivers(self, reason)]
-
-    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        on_at_risk = self.options.on_at_risk
-        own = [functools.partial(on_at_risk, self)] if on_at_risk else []
-        return [*own, *self._place.receivers(self, None)]
-
-    def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
+    def _who_hears(self, of: str, **known: object) -> list[Callable[[], object]]:
+        own = getattr(self.options, of)
+        mine = [functools.partial(own, self, *known.values())] if own else []
+        return [*mine, *self._place.receivers(self, of, known)]
 
     def _interrupt_body(self, hold: Hold) -> None:
         """Cancel the asyncio task that runs under the lock, with `interrupt=True`."""
@@ -262,7 +259,7 @@ class BaseLock:
     def _hold(self) -> Hold | None:
         """This flow's hold, else that of the only open `with` of this object, whichever flow entered it."""
         hold = self._hold_here()
-        if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
+        if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].hold.detached:
             hold = blocks[0].hold
         return hold or self._hold_before()
 
@@ -287,7 +284,7 @@ class BaseLock:
         return [
             block
             for block in mine
-            if block.entry.lock is not None and (block.entry.detached or block.entry in block.hold.entries)
+            if block.entry.lock is not None and (block.hold.detached or block.entry in block.hold.entries)
         ]
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
@@ -315,11 +312,17 @@ class BaseLock:
             raise self._not_held(verb)
         return hold
 
-    def _forked(self) -> LockNotHeld:
-        return failures.forked(self._key, self.forked_from)
-
     def _not_held(self, verb: str) -> LockNotHeld:
-        return failures.not_held(self._key, verb)
+        """The error for a flow that does not hold the key, or has the lock object of its parent process."""
+        key, not_here = self._key, "this thread or task does not hold it, or has released it already"
+        where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
+        why = f"cannot {verb} {key!r}: {not_here}; a lock {where}"
+        if verb == "downgrade":
+            why = f"cannot downgrade {key!r}: as a writer {not_here}"
+        if self.forked_from is not None:
+            nothing = "a forked child owns nothing of its parent's: make a new db_lock(...) here"
+            why = f"process {self.forked_from} held {key!r} when it forked this one, and {nothing}"
+        return LockNotHeld(why, key=key)
 
     def _lost(self, hold: Hold) -> LockLost:
         runtime.current.watchdog.announce(hold)
@@ -343,7 +346,9 @@ class BaseLock:
         return Template(self._key, function, self._valid_key)
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """A separate lock for one call of a decorated function."""
+        """A separate lock for one call of a decorated function, which knows what to do if the key is busy."""
         lock = copy.copy(self)
-        lock._key, lock._skipped, lock._template = template.key(args, kwargs), False, template
+        lock._key = template.key(args, kwargs)
+        if self.options.on_busy != "raise":
+            lock.options = self.options._replace(on_busy="raise")
         return lock

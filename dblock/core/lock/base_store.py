@@ -11,17 +11,18 @@ import asyncio
 import math
 import time
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.tracebacks import leave_out_driver
-from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreUnreachable
+from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreUnanswered, StoreUnreachable
 from dblock.core.lock import failures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
 
+E = TypeVar("E", bound=LockError)
 _ANSWERS: Final = frozenset({int, float, str, type(None)})
 """The types of SQLite's values."""
 
@@ -106,11 +107,13 @@ class BaseStore:
             leave_out_driver(error)
             if not in_time:
                 self._source.drop(connection, others=False)
-                raise failures.late(step, until - now, database=self._described) from error
+                unanswered = self._error(StoreUnanswered, failures.LATE, step, seconds=until - now)
+                unanswered.late = until - now
+                raise unanswered from error
             return self._refused(connection, error, step)
         except UnicodeError:
             self._source.give(connection)
-            raise failures.unstorable(database=self._described) from None
+            raise LockStoreError(failures.UNSTORABLE.format(database=self._described)) from None
         except BaseException:  # interrupted during the answer
             self._source.drop(connection, others=False)
             raise
@@ -122,15 +125,20 @@ class BaseStore:
     def _not_connected(self, error: BaseException, step: Execute) -> LockError:
         """The lock's error for a step that has got no connection; its cause is the driver's error, if there is one."""
         if isinstance(error, PoolExhausted | StoreUnreachable):
-            return type(error)(f"{self._described}: {error}", key=failures.key_of(step), late=error.late)
+            described = self._error(type(error), "{database}: {error}", step, error=error)
+            described.late = error.late
+            return described
         cause = error.__cause__ or error
         if isinstance(cause, self._errors):
             leave_out_driver(error)
         if self.database.dialect.classify(cause) is Failure.LOCKED:
             refused = self.error(cause, step)
         else:
+            # Nothing was sent; and a mistake of the client is no outage.
             mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)
-            refused = failures.unreachable(error, step, database=self._described, mistake=mistake)
+            detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raises = LockStoreError if mistake else StoreUnreachable
+            refused = self._error(raises, failures.UNREACHABLE, step, detail=detail)
         refused.__cause__ = cause
         return refused
 
@@ -163,14 +171,13 @@ class BaseStore:
         """The lock's error for a driver's error."""
         dialect = self.database.dialect
         failure, words = dialect.classify(error), failures.described(error, step, dialect)
-        text = failure.text.format(
-            database=self._described,
-            why_locked=self._why_locked(error),
-            create_table=self._create_table,
-            rename_tables=self._rename_tables,
-            **words,
-        )
-        return failure.raises(text, key=failures.key_of(step))
+        words |= {"create_table": self._create_table, "rename_tables": self._rename_tables}
+        return self._error(failure.raises, failure.text, step, why_locked=self._why_locked(error), **words)
+
+    def _error(self, raises: type[E], text: str, step: Execute, **words: object) -> E:
+        """The lock's error with that text, which names the database and what the statement does."""
+        text = text.format(database=self._described, what=failures.what(step), **words)
+        return raises(text, key=failures.key_of(step))
 
     def _why_locked(self, error: BaseException) -> str:
         """A likely reason why the whole database is locked, for messages."""
@@ -198,7 +205,7 @@ class BaseStore:
             # sqlite3 converts by the declared type of a column, if its connection was opened with `detect_types`.
             for value in chain.from_iterable(rows):
                 if type(value) not in _ANSWERS:
-                    raise failures.converted(value, step, database=self._described)
+                    raise self._error(LockStoreError, failures.CONVERTED, step, type=type(value).__name__)
         if connection.commits:
             connection.raw.commit()
             connection.commits = False

@@ -55,17 +55,13 @@ class _Begin:
         if owner is None:
             return self
         its = runtime.current.flows.thread.loaded = Loaded(owner, [])
-        return MethodType(functools.partial(_begin, self.enter, its), owner)
+        return functools.partial(self, owner, its)
 
-    def __call__(self, owner: Any) -> Any:
-        """Enter a block that no `with` has begun: contextlib.ExitStack calls the function of the class."""
+    def __call__(self, owner: Any, its: Loaded | None = None) -> Any:
+        """Enter a block; without `its` no `with` has begun it: contextlib.ExitStack calls the function of the class."""
         runtime.current.flows.thread.loaded = None
-        return self.enter(owner, Loaded(owner))
-
-
-def _begin(enter: Callable[..., Any], its: Loaded, owner: Any) -> Any:
-    runtime.current.flows.thread.loaded = None
-    return enter(owner, its if its.end is not None and its.end() is not None else Loaded(owner))
+        has_end = its is not None and its.end is not None and its.end() is not None
+        return self.enter(owner, its if has_end else Loaded(owner))
 
 
 class _End:

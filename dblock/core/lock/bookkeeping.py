@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from dblock.core import runtime
-from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockNotHeld, LockStoreError, Loss, Reason
-from dblock.core.holding.flow import Entry, Flow, Hold, is_over
+from dblock.core.holding.flow import Block, Entry, Flow, Hold, is_over
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
@@ -22,7 +21,6 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import Grant
 
 B = TypeVar("B", bound=tuple[Any, ...])
-C = TypeVar("C", bound=tuple[Any, ...])
 
 
 def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an object for each block") -> B:
@@ -31,7 +29,8 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
     It is asked where nothing tells which: a `with` knows its block (`dblock.core.lock.blocks`), an ExitStack does not.
     That is the innermost of this flow. A flow that has none ends the only one, or the only one whose flow is over, as
     a pool may run the beginning and the end of a block in different threads. Raises LockNotHeld if there are several:
-    the bodies of all but one still run.
+    the bodies of all but one still run. Those of one lock whose flows are over are then renewed no more: no code can
+    leave one of them.
     """
     flow = current_flow().ref
     if mine := [each for each in blocks if each[0] is flow]:
@@ -42,6 +41,9 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
         found = [each for each in blocks if is_over(each[0])]
     if len(found) == 1:
         return found[0]
+    for each in found:
+        if isinstance(each[1], Block):
+            each[1].hold.lease.renewing = False
     why = "no block of it is open"
     if blocks:
         why = (
@@ -52,28 +54,8 @@ def innermost(blocks: Sequence[B], keys: Sequence[str], instead: str = "make an 
     raise LockNotHeld(f"cannot leave {', '.join(map(repr, keys))}: {why}", key=keys[0] if len(keys) == 1 else None)
 
 
-def ending(blocks: Sequence[C], key: str, instead: str = "make an object for each block") -> C:
-    """The same of the blocks of locks, each with its `Block` second.
-
-    Where it cannot be told, those whose flows are over are renewed no more: no code can leave one of them.
-    """
-    try:
-        return innermost(blocks, [key], instead)
-    except LockNotHeld:
-        for flow, block, *_ in blocks:
-            if is_over(flow):
-                block.hold.lease.renewing = False
-        raise
-
-
 def begin_hold(
-    lock: BaseLock,
-    flow: Flow,
-    grant: Grant,
-    entry: Entry,
-    outer: Hold | None,
-    *,
-    store: Store,
+    lock: BaseLock, store: Store, flow: Flow, grant: Grant, entry: Entry, *, outer: Hold | None = None
 ) -> Hold:
     """Register a new hold of the flow; LockStoreError if it would not be renewed, as no thread can be started."""
     kept = outer if outer and outer.open_entries() else None
@@ -132,8 +114,3 @@ def find_out(hold: Hold) -> Steps[LockError | None]:
     hold.lease.explain(loss)
     runtime.current.watchdog.announce(hold)
     return failed
-
-
-def site_of(hold: Hold) -> Site:
-    """What this process shares of the hold's database."""
-    return runtime.current.site(hold.store)

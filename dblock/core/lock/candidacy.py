@@ -87,7 +87,7 @@ class Candidacy:
             self._disbelieve()
             hold = self.lock._hold_here()
             if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
-                yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
+                yield from leaving.leave_block(self.lock, Block(hold.entries[0], hold))
         finally:
             self.flow.driver = nobody
 

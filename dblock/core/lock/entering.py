@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from types import EllipsisType
 from typing import Any, TypeVar
 
 from dblock.core import runtime
@@ -20,17 +21,18 @@ from dblock.core.holding.flow import Block, Entry, Flow, Hold, current_task
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
-from dblock.core.lock.bookkeeping import begin_hold, forget
-from dblock.core.lock.key_template import or_skip
-from dblock.core.lock.leaving import _release
+from dblock.core.lock.bookkeeping import begin_hold
+from dblock.core.lock.key_template import NO_SKIP
+from dblock.core.lock.leaving import leave_entry
 from dblock.core.lock.refusals import timed_out, waits_for_itself
-from dblock.core.observing.observers import acquire_and_report, observers
+from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Steps, sleep, undone_after
+from dblock.core.protocol.steps import Steps, sleep, undone
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token
 from dblock.core.values import SHARE, Grant, LockInfo, key_of_share, slot_of
+
+L = TypeVar("L", bound=BaseLock)
 
 
 def acquire(
@@ -38,33 +40,18 @@ def acquire(
     timeout: float | None,
     kind: str = "acquire",
     flow: Flow | None = None,
-    *,
-    granted: Grant | None = None,
     end: Callable[[], object] | None = None,
 ) -> Steps[Hold | Refused]:
     """The hold of this flow, else the refusal.
 
-    `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
+    `flow`: this flow, if known; `end`: a reference to the end of the block.
     """
     entry, flow = Entry(lock, kind, end), flow or lock._running_flow()
-    begin = type(lock)._acquires or _acquire
-    if granted is not None:
-        begin = functools.partial(_begin_granted, granted)
-    if observers:
-        steps = acquire_and_report(lock, entry, functools.partial(begin, lock, timeout, entry, flow), _release)
-    else:
-        steps = begin(lock, timeout, entry, flow)
+    begin = functools.partial(type(lock)._acquires or _acquire, lock, timeout, entry, flow)
+    steps = acquire_and_report(lock, entry, begin, leave_entry)
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
-
-
-def _begin_granted(
-    granted: Grant, lock: BaseLock, _timeout: float | None, entry: Entry, flow: Flow, _contended: object = None
-) -> Steps[Hold | Refused]:
-    """Hold what has been taken."""
-    yield from ()
-    return begin_hold(lock, flow, granted, entry, None, store=lock._place.store())
 
 
 def _acquire(
@@ -73,86 +60,104 @@ def _acquire(
     entry: Entry,
     flow: Flow,
     contended: Callable[[LockInfo | None], None] | None = None,
+    *,
+    token: Token | None = None,
 ) -> Steps[Hold | Refused]:
+    """Re-enter the lock, or take it; with a `token` take over the tenure that it is for."""
     if lock.forked_from is not None:
-        raise lock._forked()
-    store, ttl = lock._place.store(), lock._ttl
-    database, resource = store.database, (store, lock._key)
+        raise lock._not_held("acquire")
+    store = lock._place.store()
+    resource = (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
         hold = None  # a callback that sees a copy of the hold is another flow
-    if hold is not None and hold.lease.remaining() > 0:
-        lock._check_kind(hold)
-        timeout = yield from _until_it_may_reenter(hold, timeout)
-    if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
-        if (refused := (yield from _refused_by_itself(lock, hold, flow, timeout))) is not None:
-            return refused
-    elif hold is not None:
-        if (yield from _reenter(lock, database, hold, ttl, entry)):
-            return hold
-        _end_before_another(hold)
-    site = runtime.current.site(store)
+    if hold is not None and token is None:
+        entered = yield from _reenter(lock, hold, flow, timeout, entry)
+        if entered is not None:
+            return entered
+    attempt = attempt_of(lock, store, flow, timeout, hold)
+    attempt.contended = contended
     found: Grant | Refused | None = None
-    known = runtime.current.watchdog.hold_of(store, lock._key)
-    if known is not None and known.kind != lock._kind:
-        lock._check_kind(known)
     try:
-        found = yield from lock._take(
-            Attempt(
-                request_of(lock, store, flow, ttl),
-                site,
-                timeout,
-                functools.partial(runtime.current.waiter_services, store),
-                lambda: [each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss],
-                contended,
-                SlowWait(lock._slow_wait),
-                held_in_process=known is not None,
-            )
-        )
+        found = yield from (lock._take(attempt) if token is None else _take_over(lock, attempt, token))
         if isinstance(found, Grant):
             if hold is not None and hold.entries:
                 _end_before_another(hold)
-            return begin_hold(lock, flow, found, entry, hold, store=store)
+            return begin_hold(lock, store, flow, found, entry, outer=hold)
     except BaseException:
         begun = flow.holds.get(resource)
         # Interrupted between the grant and the registration of the hold.
         if isinstance(found, Grant) and (begun is None or begun.tenure != found.tenure):
             with contextlib.suppress(LockError):
-                yield from handover.undo_take(site, found.tenure.key, found.tenure.owner)
+                yield from handover.undo_take(attempt.site, found.tenure.key, found.tenure.owner)
         raise
     return found
 
 
-def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | None) -> Steps[Refused | None]:
-    """Raise LockDeadlock if a flow would wait for its own hold without end; None if it waits in the queue.
+def _reenter(
+    lock: BaseLock, hold: Hold, flow: Flow, timeout: float | None, entry: Entry
+) -> Steps[Hold | Refused | None]:
+    """Enter a hold of this flow once more; None if it is over, or the flow has to wait as others do.
 
-    A reader would get in beside itself there, and so waits here.
+    A `min_hold` that keeps the flow out is waited for, if there is time. Raises LockDeadlock if the flow would wait for
+    its own hold without end.
     """
-    reads = bool(hold.reading and lock._reading)
-    if reads and timeout is not None:
+    lease, database = hold.lease, hold.store.database
+    if lease.remaining() > 0:
+        lock._check_kind(hold)
+        closed = hold.closed_for()
+        if closed and (timeout is None or timeout >= closed):
+            database.before_waiting()
+            yield from sleep(hold.store, closed)
+    if lease.remaining() > 0 and hold.refuses(lock):
+        reads = hold.reading and lock._reading  # in the queue it would get in beside itself
+        if timeout is None and (reads or hold.endless):
+            raise waits_for_itself(lock, flow)
+        if not reads:
+            return None
         if timeout:
-            hold.store.database.before_waiting()
+            database.before_waiting()
             yield from sleep(hold.store, timeout)
-        return Refused((yield from tenures.inspect(hold.store.database, hold.tenure.key)))
-    if reads or (timeout is None and hold.endless):
-        raise waits_for_itself(lock, flow)
+        return Refused((yield from tenures.look(database, hold.tenure.key)))
+    if lease.remaining() > 0:
+        begins, kept, ttl = not hold.locks(), hold.open_entries(), lock._ttl
+        # The lease gets longer here only if no renewal does that.
+        term = () if lease.renewing and ttl <= lease.ttl else (ttl, ttl + lease.grace)
+        grant = yield from tenures.set_count(database, hold.tenure, len(kept) + 1, *term)
+        lease.renewing = hold.renews  # again, if nobody could leave it any more
+        if grant is not None and lease.lengthen(grant):
+            _ = runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
+            count_min_hold(hold, lock, begins=begins)
+            hold.entries = [*kept, entry]  # no signal handler runs between this and our return
+            return hold
+    _end_before_another(hold)
     return None
 
 
-def _until_it_may_reenter(hold: Hold, timeout: float | None) -> Steps[float | None]:
-    """Wait for the end of the `min_hold`, where there is time for that; returns the time that is left."""
-    closed = hold.closed_for()
-    if not closed or (timeout is not None and timeout < closed):
-        return timeout
-    hold.store.database.before_waiting()
-    yield from sleep(hold.store, closed)
-    return None if timeout is None else timeout - closed
+def _take_over(lock: BaseLock, attempt: Attempt, token: Token) -> Steps[Grant | Refused]:
+    """The tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
+    site, tenure, owner = attempt.site, token.tenure, attempt.request.new_owner()
+    database, parameters = site.database, attempt.request.parameters(tenure.owner)
+    attaching = functools.partial(tenures.attach, database, tenure, owner, parameters)
+    undo = functools.partial(handover.undo_take, site, tenure.key, owner)
+    found = yield from undone(attaching, undo, LockError)
+    if isinstance(found, Grant) and database.now() >= found.trusted_until:  # the answer came too late
+        _ = yield from handover.end(site, found)
+        found = Loss(Reason.EXPIRED)
+    if isinstance(found, Loss):
+        raise lock._lost_tenure(tenure.fence, found)
+    return found
 
 
-def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
-    """What the statements show of a flow that acquires the lock."""
-    options = lock.options
-    return Request(
+def attempt_of(lock: BaseLock, store: Store, flow: Flow, timeout: float | None, but: Hold | None = None) -> Attempt:
+    """An attempt of a flow to acquire the lock; `but`: a hold of it that is no reason not to wait.
+
+    Raises WrongKind if the process holds the key as another kind of lock.
+    """
+    options, ttl, known = lock.options, lock._ttl, runtime.current.watchdog.hold_of(store, lock._key)
+    if known is not None and known.kind != lock._kind:
+        lock._check_kind(known)
+    request = Request(
         key=lock._key,
         ttl=ttl,
         life=ttl + options.grace,
@@ -165,6 +170,15 @@ def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
         reading=lock._reading,
         **flow.who,
     )
+    return Attempt(
+        request,
+        runtime.current.site(store),
+        timeout,
+        functools.partial(runtime.current.waiter_services, store),
+        lambda: [each.tenure.owner for each in flow.holds.values() if each is not but and not each.lease.loss],
+        slow_wait=SlowWait(lock._slow_wait),
+        held_in_process=known is not None,
+    )
 
 
 def _end_before_another(hold: Hold) -> None:
@@ -173,31 +187,25 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock, its: Loaded) -> Steps[Hold | None]:
+def enter(
+    lock: BaseLock, its: Loaded | None, timeout: float | EllipsisType | None = ..., *, part: bool = False
+) -> Steps[Hold]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
-    `its`: what the `with` has loaded. With `on_busy="skip"` the call of a decorated function is marked as skipped
-    instead.
+    `its`: what the `with` has loaded, if it is one; `part`: it is part of a larger block, which the caller notes for
+    its end. `timeout` is by default the lock's own.
     """
-    steps = enter_block(lock, lock._timeout, its.end, its.opened)
-    return steps if lock.options.on_busy == "raise" else or_skip(lock, steps)
-
-
-def enter_block(
-    lock: BaseLock,
-    timeout: float | None,
-    end: Callable[[], object] | None = None,
-    opened: list[Block] | None = None,
-) -> Steps[Hold]:
-    """The same, whatever `on_busy` says; `end`: a reference to the end of the block, which is added to `opened`."""
-    flow = lock._running_flow()
+    if lock.options.on_busy != "raise":
+        raise TypeError(NO_SKIP)
+    flow, end = lock._running_flow(), None if its is None else its.end
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with", end)
     else:
-        found = yield from acquire(lock, timeout, "with", flow, end=end)
+        longest = lock._timeout if isinstance(timeout, EllipsisType) else timeout
+        found = yield from acquire(lock, longest, "with", flow, end=end)
         if isinstance(found, Refused):
-            raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
+            raise found.error or (yield from timed_out(lock, found)) from found.busy
         hold = found
     if lock.options.interrupt and (task := current_task()) is not None:
         hold.cancelling = task.cancelling()
@@ -205,12 +213,9 @@ def enter_block(
     if lock._blocks:
         lock._blocks = [each for each in lock._blocks if each.entry.lock is not None]
     lock._blocks.append(block)
-    if opened is not None:
-        opened.append(block)
+    if its is not None and not part:
+        its.opened.append(block)
     return hold
-
-
-L = TypeVar("L", bound=BaseLock)
 
 
 def lock_of(token: Token, options: Mapping[str, Any], lock: Callable[..., Any], rwlock: Any, semaphore: Any) -> Any:
@@ -229,66 +234,13 @@ def lock_of(token: Token, options: Mapping[str, Any], lock: Callable[..., Any], 
 
 
 def attach(lock: L, token: Token) -> Steps[L]:
-    """Hold the tenure of a token, which is good once; raises LockLost if it was used (Reason.USED), or is over."""
+    """Hold the tenure of a token; raises LockLost."""
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     entry = Entry(lock, "attach")
-    begin = functools.partial(_attach, lock, token, entry)
-    _ = yield from acquire_and_report(lock, entry, begin, _release) if observers else begin()
+    begin = functools.partial(_acquire, lock, None, entry, lock._running_flow(), token=token)
+    _ = yield from acquire_and_report(lock, entry, begin, leave_entry)
     return lock
-
-
-def _attach(lock: BaseLock, token: Token, entry: Entry, _contended: object = None) -> Steps[Hold]:
-    store, flow, tenure = lock._place.store(), lock._running_flow(), token.tenure
-    database, site, resource = store.database, runtime.current.site(store), (store, lock._key)
-    request = request_of(lock, store, flow, lock._ttl)
-    owner = request.new_owner()
-    found: Grant | Loss | None = None
-
-    def begin() -> Steps[Hold]:
-        nonlocal found
-        found = yield from tenures.attach(database, tenure, owner, request.parameters(tenure.owner))
-        if isinstance(found, Loss):
-            raise lock._lost_tenure(tenure.fence, found)
-        known = flow.holds.get(resource)
-        if known is not None:
-            _ = known.lease.lose(Loss(Reason.EXPIRED))
-        return begin_hold(lock, flow, found, entry, known, store=store)
-
-    def undo(error: BaseException) -> Steps[None] | None:
-        begun = flow.holds.get(resource)
-        refused = isinstance(error, LockError) and not isinstance(found, Grant)
-        if refused or (begun is not None and begun.tenure.owner == owner):
-            return None
-        return handover.undo_take(site, tenure.key, owner)  # interrupted, or it cannot be renewed
-
-    hold = yield from undone_after(begin, undo)
-    if hold.lease.remaining() <= 0:  # the answer came too late
-        forget(hold)
-        hold.entries = []
-        _ = yield from handover.end(site, hold.grant)
-        raise lock._lost(hold)
-    return hold
-
-
-def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-    """Re-enter a hold of this flow; False if it is over. The `min_hold` that ends later counts.
-
-    The lease gets longer here only if no renewal does that.
-    """
-    lease = hold.lease
-    if lease.remaining() <= 0:
-        return False
-    begins, kept = not hold.locks(), hold.open_entries()
-    term = () if lease.renewing and ttl <= lease.ttl else (ttl, ttl + lease.grace)
-    grant = yield from tenures.set_count(database, hold.tenure, len(kept) + 1, *term)
-    lease.renewing = hold.renews  # again, if nobody could leave it any more
-    if grant is None or not lease.lengthen(grant):
-        return False
-    _ = runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
-    count_min_hold(hold, lock, begins=begins)
-    hold.entries = [*kept, entry]  # no signal handler runs between this and our return
-    return True
 
 
 def count_min_hold(hold: Hold, lock: BaseLock, *, begins: bool) -> None:

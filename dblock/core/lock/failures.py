@@ -1,4 +1,4 @@
-"""The lock's errors for failures of drivers, and for what a flow may not do with what it holds.
+"""The lock's errors for failures of drivers.
 
 Rule: the class of an error says what it means for the protocol, its text what the user can do about it.
 """
@@ -7,16 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dblock.core.acquire.request import wrong_kind
-from dblock.core.errors import (
-    LockNotHeld,
-    LockStoreError,
-    LockUpgradeRefused,
-    StoreUnanswered,
-    StoreUnreachable,
-    WrongKind,
-)
-from dblock.core.holding.flow import Hold
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.dialect import Dialect
 
@@ -24,6 +14,17 @@ _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_
 """The indexes that statements name."""
 
 _TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states", "lock_epoch")
+
+# What goes wrong beside the errors of statements, each of which has its text in `Failure`.
+LATE: Final = "{database} did not answer within {seconds:.2g} s when asked to {what}"
+UNREACHABLE: Final = "cannot connect to {database}: {detail}"
+CONVERTED: Final = (
+    "{database} answered with a {type} when asked to {what}: a converter of sqlite3.register_converter() has read it. "
+    "Open the engine without detect_types, or register the converter for a type that no column of the lock's tables has"
+)
+UNSTORABLE: Final = (  # the driver's text would quote the statement
+    "{database} is connected with a character set that lacks characters of the key or label: use UTF-8"
+)
 
 WAIT_LONGER: Final = "wait longer with timeout=, or see to the holder"
 
@@ -46,72 +47,10 @@ def described(error: BaseException, step: Execute, dialect: Dialect) -> dict[str
         tables = ["lock_epoch"]
     index = next((index for index in _INDEXES if index.partition(" ")[0] in message), "")
     return {
-        "what": _what(step),
         "detail": f"{type(error).__name__}: {message}",
         "tables": " or ".join(f"`{dialect.tables.name(each, '')}`" for each in tables),
         "create_index": index and f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {index}', dialect.quote)})",
     }
-
-
-def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
-    """The error for a statement that was not answered in time."""
-    text = f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}"
-    return StoreUnanswered(text, key=key_of(step), late=seconds)
-
-
-def unstorable(*, database: str) -> LockStoreError:
-    """The error for text that the connection's character set lacks; the driver's would quote the statement."""
-    return LockStoreError(
-        f"{database} is connected with a character set that lacks characters of the key or label: use UTF-8"
-    )
-
-
-def converted(value: object, step: Execute, *, database: str) -> LockStoreError:
-    """The error for an answer that is neither a number nor text."""
-    return LockStoreError(
-        f"{database} answered with a {type(value).__name__} when asked to {_what(step)}: a converter of "
-        "sqlite3.register_converter() has read it. Open the engine without detect_types, or register the converter for "
-        "a type that no column of the lock's tables has",
-        key=key_of(step),
-    )
-
-
-def unreachable(error: BaseException, step: Execute, *, database: str, mistake: bool) -> LockStoreError:
-    """The error for a connection that could not be opened: nothing was sent. A mistake of the client is no outage."""
-    kind = LockStoreError if mistake else StoreUnreachable
-    text = f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return kind(text, key=key_of(step))
-
-
-def forked(key: str, parent: int | None) -> LockNotHeld:
-    """The error for a lock object that the parent held when it forked this process."""
-    return LockNotHeld(
-        f"process {parent} held {key!r} when it forked this one, and a forked child owns nothing of its parent's: make "
-        "a new db_lock(...) here",
-        key=key,
-    )
-
-
-def not_held(key: str, verb: str) -> LockNotHeld:
-    """The error for a flow that does not hold the key."""
-    not_here = "this thread or task does not hold it, or has released it already"
-    where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
-    if verb == "downgrade":
-        return LockNotHeld(f"cannot downgrade {key!r}: as a writer {not_here}", key=key)
-    return LockNotHeld(f"cannot {verb} {key!r}: {not_here}; a lock {where}", key=key)
-
-
-def must_not_enter(key: str, kind: int, hold: Hold) -> WrongKind | LockUpgradeRefused:
-    """The error for a flow that holds the key as another kind of lock, or as a reader, and wants to write."""
-    if hold.kind != kind:
-        return wrong_kind(key, hold.kind, kind)
-    reads = f"this thread or task reads under {key!r}, and must release that before it writes"
-    if not hold.open_entries():
-        reads = (
-            f"this thread or task has read under {key!r}, and its transaction keeps that until it ends: write "
-            'after that, or read with release="now"'
-        )
-    return LockUpgradeRefused(f"{reads} (two that wait for each other's reading to end would wait for ever)", key=key)
 
 
 def key_of(step: Execute) -> str | None:
@@ -119,7 +58,7 @@ def key_of(step: Execute) -> str | None:
     return None if key is None else str(key)
 
 
-def _what(step: Execute) -> str:
+def what(step: Execute) -> str:
     """What a statement does, as users know it."""
     key, verb = key_of(step), _VERBS.get(step.statement.name, "read")
     return f"{verb} {key!r}" if key else f"{verb} keys"

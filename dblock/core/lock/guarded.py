@@ -54,11 +54,6 @@ class BaseGuarded(Generic[T]):
         """Those of the lock."""
         return self._lock.options
 
-    @property
-    def _skipped(self) -> bool | None:
-        skipped: bool | None = self._lock._skipped
-        return skipped
-
     def _block(self) -> Any:
         """The context manager of one block."""
         raise NotImplementedError
@@ -116,9 +111,6 @@ class Guarded(BaseGuarded[T]):
         try:
             enter()
             entered = True
-            if lock._skipped:
-                yield lock
-                return
             self._refuse_anew()
             yield from self._begin(holds)  # and no `with`, whose generator an interrupt of it would leave where it is
         except BaseException as raised:
@@ -192,9 +184,6 @@ class AsyncGuarded(BaseGuarded[T]):
         try:
             await enter()
             entered = True
-            if lock._skipped:
-                yield lock
-                return
             self._refuse_anew()
             async with self._begin(holds) as given:
                 yield given

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from dblock.core.errors import InvalidKey, LockTimeout
 from dblock.core.lock.failures import WAIT_LONGER
 from dblock.core.log import inform
-from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
 
+NO_SKIP: Final = 'the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()'
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -82,10 +82,6 @@ class Template:
         """The arguments of one call by name, defaults included."""
         return dict(self._bind(args, kwargs).arguments)
 
-    def tell_of_skipped(self, busy: LockTimeout) -> None:
-        """Log that a call is left out."""
-        inform("skipped a call of %s: %s", _name(self._function), str(busy).removesuffix(f"; {WAIT_LONGER}"))
-
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
         why = ""
         for signature in self._signatures:
@@ -123,14 +119,19 @@ def decorated(lock: Any, function: F) -> F:
 
     @functools.wraps(function)
     def locked(*args: Any, **kwargs: Any) -> Any:
-        with (call := lock._for_call(template, args, kwargs)):
-            if call._skipped:
-                return lock.options.otherwise
-            result = function(*args, **kwargs)
-            if python.iscoroutine(result):
-                result.close()
-                raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
-            return result
+        call, entered = lock._for_call(template, args, kwargs), False
+        try:
+            with call:
+                entered = True
+                result = function(*args, **kwargs)
+                if python.iscoroutine(result):
+                    result.close()
+                    raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
+                return result
+        except LockTimeout as busy:
+            if entered or lock.options.on_busy == "raise":
+                raise
+            return _left_out(lock, function, busy)
 
     return cast("F", locked)
 
@@ -143,23 +144,23 @@ def adecorated(lock: Any, function: AF) -> AF:
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
-        async with (call := lock._for_call(template, args, kwargs)):
-            if call._skipped:
-                return lock.options.otherwise
-            return await function(*args, **kwargs)
+        call, entered = lock._for_call(template, args, kwargs), False
+        try:
+            async with call:
+                entered = True
+                return await function(*args, **kwargs)
+        except LockTimeout as busy:
+            if entered or lock.options.on_busy == "raise":
+                raise
+            return _left_out(lock, function, busy)
 
     return cast("AF", locked)
 
 
-def or_skip(lock: Any, entering: Steps[Any]) -> Steps[None]:
-    """Enter the lock of one call of a decorated function, which is marked as skipped if its key is busy."""
-    if lock._skipped is None:
-        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
-    try:
-        _ = yield from entering
-    except LockTimeout as busy:
-        lock._template.tell_of_skipped(busy)
-        lock._skipped = True
+def _left_out(lock: Any, function: Callable[..., Any], busy: LockTimeout) -> Any:
+    """What a call returns that is left out, as the key is busy."""
+    inform("skipped a call of %s: %s", _name(function), str(busy).removesuffix(f"; {WAIT_LONGER}"))
+    return lock.options.otherwise
 
 
 class NoKey:

@@ -164,7 +164,7 @@ class BaseLeader(Operations):
             self._candidacy = candidacy
         if self._stopped_in is runtime.current:  # read last: stop() says so first, and then ends what it finds
             raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
-        hold = yield from entering.enter_block(candidacy.lock, timeout, None if its is None else its.end)
+        hold = yield from entering.enter(candidacy.lock, its, timeout, part=True)
         candidacy.cancel.over = True
         if self._on_elected is not None and candidacy.leads():
             yield from self._lead(candidacy, hold, self._on_elected, self)

@@ -7,69 +7,92 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, LockStoreError, Loss, Reason
+from dblock.core.errors import AWAY, LockError, LockLost, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import ending, find_out, forget, site_of, take_out
-from dblock.core.observing.observers import leave_and_report, observers
+from dblock.core.lock.bookkeeping import find_out, forget, innermost, take_out
+from dblock.core.observing.observers import leave_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, at_once, undone
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token, new_secret, token_text
 
-if TYPE_CHECKING:
-    from dblock.core.observing.events import How
-
-T = TypeVar("T")
+Entered = list[tuple[Any, Block]]
+"""Locks, and how each was entered, in the order in which they are left."""
 
 
-def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
-    """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
-
-    A `with` belongs to the lock object: if the flow that leaves holds nothing, a `with` of another one is left, where
-    that can be told (see `ending`).
-    """
+def leave_block(lock: BaseLock, block: Block) -> Steps[None]:
+    """Leave a `with` of this very lock object, whatever the state of its hold."""
     if lock.forked_from is not None:
-        raise lock._forked()
-    block = block or _innermost(lock)
-    if block is None:
-        return release(lock)
+        raise lock._not_held("release")
     return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
 
 
-def leave_surely(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave one entry of this flow, also if an interrupt comes; nothing happens if it was left before."""
-    return undone(partial(leave_entry, lock, block), partial(_leave_interrupted, lock, block), LockError)
-
-
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
-    """Leave the block that ends: the only one of those `opened` for its end that is open, else as leave_block()."""
-    opened[:] = [block for block in opened if block in lock._blocks]
-    return leave_block(lock, opened.pop() if len(opened) == 1 else None)
+    """Leave the `with` that ends: the only one of those `opened` for its end that is open, else the innermost."""
+    opened[:] = filter(lock._blocks.__contains__, opened)
+    block = opened.pop() if len(opened) == 1 else _innermost(lock)
+    return release(lock) if block is None else leave_block(lock, block)
+
+
+def leave_each(entered: Entered, error: BaseException | None = None, store: Store | None = None) -> Steps[None]:
+    """Leave several locks at once: those of `db_locks`, or permits. Raises an interrupt, else the first error.
+
+    Each is left, whatever leaving another one raises, and also if an interrupt comes between two of them. A database
+    that could not release one of them is asked for no other: the rest ends with its leases.
+
+    With `error`, which its caller raises, an error of a lock becomes a note on that; `store`: the one that it is of.
+    """
+    errors = [error] if error is not None else []
+    away: dict[Store, LockError] = {store: error} if store is not None and isinstance(error, AWAY) else {}
+
+    def leave_those(those: Entered) -> Steps[None]:
+        for lock, block in those:
+            block.hold.away = away.get(block.hold.store)
+            try:
+                yield from leave_block(lock, block)
+            except LockError as raised:
+                failed = raised.__cause__ if isinstance(raised, LockLost) else raised
+                if isinstance(failed, AWAY):
+                    _ = away.setdefault(block.hold.store, failed)
+                if errors:
+                    errors[0].add_note(str(raised))
+                errors.append(raised)
+            finally:
+                block.hold.away = None
+
+    def leave_rest() -> Steps[None]:
+        return leave_those([each for each in entered if each[1].entry in each[1].hold.entries])
+
+    yield from undone(partial(leave_those, entered), leave_rest)
+    if errors and error is None:
+        raise errors[0]
 
 
 def release(lock: BaseLock) -> Steps[None]:
-    """Leave this flow's hold by the last entry that is not a `with`, if there is one, else by the last."""
+    """Leave this flow's hold."""
     entry, hold = block_to_release(lock)
-    yield from _release(lock, hold, entry)
+    yield from leave_entry(lock, hold, entry)
 
 
 def block_to_release(lock: BaseLock) -> Block:
-    """What release() leaves."""
-    if lock.forked_from is not None:
-        raise lock._forked()
+    """What release() leaves: the last entry that is not a `with`, if there is one, else the last."""
     hold = lock._own_hold("release")
     return Block(next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1]), hold)
 
 
-def leave_entry(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave one entry of this flow, if that has not happened yet."""
-    if block.entry in block.hold.entries:
-        yield from _release(lock, block.hold, block.entry)
+def leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+    """Leave one entry of this flow, if that has not happened yet; an open transaction may defer the last one.
+
+    Raises LockLost if the lease is over.
+    """
+    if left not in hold.entries:
+        return at_once(None)
+    return leave_and_report(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left), "released")
 
 
 def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
@@ -77,30 +100,28 @@ def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[
 
     `secret`: that of the token, if it has been given away already. Raises LockLost if the lease is over.
     """
-    if lock.forked_from is not None:
-        raise lock._forked()
     hold = lock._own_hold("detach")
-    return (yield from _observed(hold, _detach(lock, hold, secret or hold.secret or new_secret(), ttl), "detached"))
+    steps = _detach(lock, hold, secret or hold.secret or new_secret(), ttl)
+    return (yield from leave_and_report(hold, steps, "detached"))
 
 
 def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps[str]:
-    _ = lock._surely_held()
+    _, lease = lock._surely_held(), hold.lease
     if len(hold.open_entries()) > 1 or hold.deferred:
         inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
         why = f"{lock._key!r} cannot be detached while {inside}: the token passes on all of it, to one bearer"
         raise LockError(why, key=lock._key)
-    token = _token(hold, secret)
-    life = (hold.lease.ttl if ttl is None else ttl) + hold.lease.grace
+    token = Token(hold.tenure._replace(owner=secret), lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
+    life = (lease.ttl if ttl is None else ttl) + lease.grace
     hold.secret = secret
-    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_renew_again, hold))
+    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_watch_again, hold))
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
-        hold.lease.explain(loss)
+        lease.explain(loss)
         raise lock._lost(hold)
-    for entry in hold.entries:  # the last one may be what an interrupted block has left behind
-        entry.detached = True
+    hold.detached = True
     take_out(hold)
     hold.entries = []
-    site_of(hold).local_queues.released(hold.tenure.key)
+    runtime.current.site(hold.store).local_queues.released(hold.tenure.key)
     return token_text(token)
 
 
@@ -113,30 +134,24 @@ def _give_to_bearer(lock: BaseLock, hold: Hold, secret: str, life: float) -> Ste
     return None if detached else (yield from tenures.why_lost(database, hold.tenure))
 
 
-def _renew_again(hold: Hold) -> None:
+def _watch_again(hold: Hold) -> None:
     """Watch a hold again, whose next renewal finds out whether it is handed over."""
-    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
+    if hold.lease.loss is None:  # else it is told, or release_all() releases it
         _ = runtime.current.watchdog.add(hold)
-
-
-def _token(hold: Hold, secret: str) -> Token:
-    """The token with that secret for the bearer of the hold's tenure."""
-    lease, tenure = hold.lease, hold.tenure._replace(owner=secret)
-    return Token(tenure, lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
 
 
 def finish(hold: Hold) -> Steps[None]:
     """Release a hold whose transaction has ended, unless its flow has entered it again."""
-    return _observed(hold, _finish(hold))
 
+    def steps() -> Steps[None]:
+        hold.kept_by = ()
+        if not hold.entries:
+            released = yield from leave(hold, [])
+            # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
+            if not (released or hold.store.database.dialect.single_writer):
+                yield from find_out(hold)
 
-def _finish(hold: Hold) -> Steps[None]:
-    hold.kept_by = ()
-    if not hold.entries:
-        released = yield from leave(hold, [])
-        # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
-        if not (released or hold.store.database.dialect.single_writer):
-            yield from find_out(hold)
+    return leave_and_report(hold, steps(), "released")
 
 
 def release_all(store: Store) -> Steps[int]:
@@ -149,30 +164,28 @@ def release_all(store: Store) -> Steps[int]:
 
 
 def _innermost(lock: BaseLock) -> Block | None:
-    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise."""
+    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise.
+
+    A `with` belongs to the lock object: if this flow holds nothing, it is that of another one, where that can be told.
+    """
     flow = lock._running_flow()
     here = [block for block in lock._blocks if block.hold.flow() is flow]
     if here or lock._hold_here() is not None:
         return here[-1] if here else None
     blocks = [(block.hold.flow, block) for block in lock._open_blocks()]
-    return ending(blocks, lock.key)[1] if blocks else None
+    return innermost(blocks, [lock.key])[1] if blocks else None
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     """Leave by an open `with`, unless it was detached, or left by release()."""
     entry, hold = block
     try:
-        if entry.detached:
+        if hold.detached:
             return
-        if entry not in hold.entries:  # left by release()
+        if entry in hold.entries:
+            yield from leave_entry(lock, hold, entry)
+        else:  # left by release()
             yield from release(lock)
-            return
-        flow = hold.flow()
-        if flow is not None and flow.holds.get((hold.store, hold.key)) is not hold:
-            # Its tenure had ended, and another one has begun since.
-            hold.entries = [each for each in hold.entries if each is not entry]
-            raise lock._lost(hold)
-        yield from _release(lock, hold, entry)
     finally:
         lock._blocks = [each for each in lock._blocks if each.entry is not entry]
 
@@ -180,16 +193,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
     """After an interrupt: leave a block, which is left once."""
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        yield from leave_entry(lock, block)
-
-
-def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
-    """Leave one entry; an open transaction may defer the last one. Raises LockLost if the lease is over."""
-    return _observed(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left))
-
-
-def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:
-    return leave_and_report(hold, steps, how) if observers else steps
+        yield from leave_entry(lock, block.hold, block.entry)
 
 
 def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
@@ -234,4 +238,4 @@ def leave(hold: Hold, kept: list[Entry]) -> Steps[object]:
         raise LockStoreError(why, key=hold.key) from hold.away
     if kept:
         return tenures.set_count(hold.store.database, hold.tenure, len(kept))
-    return handover.pass_on(site_of(hold), hold.grant, min_hold=hold.min_hold)
+    return handover.pass_on(runtime.current.site(hold.store), hold.grant, min_hold=hold.min_hold)

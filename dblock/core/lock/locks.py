@@ -15,10 +15,10 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import Template, adecorated, decorated
+from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.options import Options
 from dblock.core.protocol.steps import Steps
-from dblock.core.validation import acquire_timeout, valid_ttl
+from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
 
 T = TypeVar("T")
@@ -32,28 +32,20 @@ Timeout = Seconds | EllipsisType | None
 SAYS_NOTHING: Final = " (this says nothing of what you have committed)"
 
 
-def of_the_end(late: LockError) -> LockError:
-    """The same error, raised by the end of a `with`: a loss says that it says nothing of the caller's transactions.
-
-    One that guard() has pinned was committed rightly.
-    """
-    if isinstance(late, LockLost):
-        late.args = (f"{late}{SAYS_NOTHING}",)
-    return late
-
-
 def gives_way(late: LockError, error: BaseException | None, holds: Iterable[Hold] = ()) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
     A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, unless only
     the loss of one of the `holds` has cancelled the body; and a failure of the database at the release does not hide
-    the body's exception.
+    the body's exception. A loss that is raised says that it says nothing of the caller's transactions: one that guard()
+    has pinned was committed rightly.
     """
     ours = [hold for hold in holds if was_ours(hold, error)]
     if ours:
         late.__cause__ = error
     if ours or error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
-        _ = of_the_end(late)
+        if isinstance(late, LockLost):
+            late.args = (f"{late}{SAYS_NOTHING}",)
         return False
     error.add_note(str(late))
     return True
@@ -85,24 +77,17 @@ def refuses(message: str) -> Callable[..., NoReturn]:
 class Operations:
     """What has operations: a lock, several, a semaphore. They are steps, and it knows what drives them."""
 
-    _skipped: bool | None = None
-    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
-
     if TYPE_CHECKING:
         options: Options
-        _template: Template
         _timeout: Any
         _withs: list[Any]
         _drive: Any
         _adrive: Any
-        _templates: Any
         _acquire: Callable[..., Steps[Any]]
         _release: Callable[..., Steps[None]]
         _extend: Callable[..., Steps[None]]
         _verify: Callable[..., Steps[bool]]
         _guard: Callable[..., Steps[None]]
-        _owned: Callable[..., Steps[bool]]
-        _locked: Callable[..., Steps[bool]]
         _enter: Callable[..., Steps[Any]]
         _exit: Callable[..., Steps[None]]
         _holds: Callable[[], list[Hold]]
@@ -120,8 +105,7 @@ class Blocking(Operations):
         opened: list[Any] | None = None,
     ) -> None:
         try:
-            if not self._skipped:
-                self._drive(self._exit(opened or self._withs))
+            self._drive(self._exit(opened or self._withs))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -150,8 +134,7 @@ class Awaiting(Operations):
     ) -> None:
         holds = self._holds() if self.options.interrupt else []
         try:
-            if not self._skipped:
-                await self._adrive(self._exit(opened or self._withs), undisturbed=True)
+            await self._adrive(self._exit(opened or self._withs), undisturbed=True)
         except LockError as late:
             if not gives_way(late, error, holds):
                 raise
@@ -237,12 +220,9 @@ class AwaitingLocks(Awaiting):
 class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
-    _acquire, _release, _verify = entering.acquire, leaving.release, operations.verify
+    _acquire, _release, _extend, _verify = entering.acquire, leaving.release, operations.extend, operations.verify
     _owned, _locked, _guard = operations.owned, operations.locked, operations.guard
     _enter, _exit = entering.enter, leaving.end_block
-
-    def _extend(self, ttl: Seconds | None) -> Steps[None]:
-        return operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl))
 
 
 class Attaching(Generic[L]):
@@ -300,11 +280,11 @@ class AsyncLock(_OneLock, AwaitingLocks):
         """Leave the lock to the flow that attaches to the returned token."""
         return await self._adrive(leaving.detach(self))
 
-    async def owned(self: Operations) -> bool:
+    async def owned(self: _OneLock) -> bool:
         """Whether this flow holds the lock, according to the database."""
         return bool(await self._adrive(self._owned()))
 
-    async def locked(self: Operations) -> bool:
+    async def locked(self: _OneLock) -> bool:
         """Whether any flow of any process holds the lock."""
         return bool(await self._adrive(self._locked()))
 

@@ -17,21 +17,21 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Steps, call, undone
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
-from dblock.core.values import Grant, LockInfo
+from dblock.core.validation import valid_ttl
+from dblock.core.values import Grant, LockInfo, Seconds
 
 
-def extend(lock: BaseLock, ttl: float) -> Steps[None]:
-    """Let the lease end `ttl` seconds from now; raises LockLost."""
-    if lock.forked_from is not None:
-        raise lock._forked()
+def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
+    """Let the lease end `ttl` seconds from now, by default the lock's own ttl; raises LockLost."""
+    seconds = lock._ttl if ttl is None else valid_ttl(ttl)
     hold = lock._own_hold("extend")
     _ = lock._surely_held()
     database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
-    hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
-    extending = partial(tenures.extend, database, hold.tenure, ttl, hold.lease.grace)
+    hold.lease.reset(seconds, Grant(hold.tenure, database.now(), seconds).trusted_until)
+    extending = partial(tenures.extend, database, hold.tenure, seconds, hold.lease.grace)
     try:
-        grant = yield from undone(extending, partial(_renew_for, hold, min(before, ttl)))
+        grant = yield from undone(extending, partial(_renew_for, hold, min(before, seconds)))
     except LockStoreError as error:
         if hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
@@ -52,10 +52,17 @@ def _renew_for(hold: Hold, ttl: float) -> None:
 def verify(lock: BaseLock) -> Steps[bool]:
     """True if the row still shows this flow's tenure; else raises LockLost."""
     hold = lock._surely_held()
-    if not (yield from tenures.verify(lock._place.store().database, hold.tenure)):
-        yield from find_out(hold)
+    if not (yield from look_after(hold)):
         raise lock._lost(hold)
     return True
+
+
+def look_after(hold: Hold) -> Steps[bool]:
+    """Whether the row still shows the tenure; else the hold is lost from now on."""
+    if (yield from tenures.verify(hold.store.database, hold.tenure)):
+        return True
+    yield from find_out(hold)
+    return False
 
 
 def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Steps[None]:
@@ -112,9 +119,3 @@ def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
     """The row, without the owner's token; None if there is none."""
     info = yield from lock._inspect()
     return None if info is None else info.masked()
-
-
-def look_after(hold: Hold) -> Steps[None]:
-    """Check a tenure whose transaction has ended, which may have rolled it back."""
-    if not (yield from tenures.verify(hold.store.database, hold.tenure)):
-        yield from find_out(hold)

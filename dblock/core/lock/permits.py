@@ -23,9 +23,9 @@ from dblock.core.holding.flow import Block, Hold
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin
-from dblock.core.lock.bookkeeping import ending
+from dblock.core.lock.bookkeeping import innermost
 from dblock.core.lock.key_template import Template
-from dblock.core.lock.leaving_several import Entered, leave_each
+from dblock.core.lock.leaving import Entered, leave_each
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, Timeout, refuses
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps, undone_after
@@ -217,7 +217,7 @@ class BaseSemaphore(Operations, Generic[P]):
         yield from leave_each(chosen)
 
     def _enter(self, its: Loaded) -> Steps[P]:
-        """Begin a `with`: its permit, which a call of a decorated function that is skipped does not hold."""
+        """Begin a `with`: its permit."""
         opened = [each for each, block in self._held.copy().items() if block in each._open_blocks()]
         if any(each._flow.driver is current_flow().ref for each in opened):
             raise LockError(
@@ -226,13 +226,12 @@ class BaseSemaphore(Operations, Generic[P]):
                 key=self.key,
             )
         [permit] = yield from self._own(1, lambda permit: entering.enter(permit, its))
-        self._skipped = permit._skipped
         return permit
 
     def _exit(self, opened: list[Block]) -> Steps[None]:
         """End a `with`, without a word if its permit was detached; `opened`: the blocks of its end."""
         blocks = [(each._flow.driver, block, each) for each, block in self._held.copy().items() if block in opened]
-        _, block, permit = ending(blocks, self.key, "enter a semaphore.permit() of its own for each block")
+        _, block, permit = innermost(blocks, [self.key], "enter a semaphore.permit() of its own for each block")
         _ = self._held.pop(permit, None)  # first: after an interrupt from here on nothing refers to the permit
         opened.remove(block)
         return leaving.leave_block(permit, block)

@@ -5,10 +5,9 @@ Rule: a lock asks its place, and nothing else of its face. One place may serve a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, HoldObserver
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.store import Store
@@ -62,6 +61,6 @@ class Place:
         """What may have begun the caller's transaction implicitly, as the end of a sentence."""
         return ""
 
-    def receivers(self, lock: HoldObserver, reason: Reason | None) -> Sequence[Callable[[], object]]:
-        """Whom of the face to tell that the lock was lost for a reason; None: that it is at risk."""
+    def receivers(self, lock: HoldObserver, of: str, known: Mapping[str, object]) -> Sequence[Callable[[], object]]:
+        """Whom of the face to tell what the option `of` is a callback for, and what is known of it."""
         return ()

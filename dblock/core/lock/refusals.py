@@ -22,13 +22,13 @@ from dblock.core.values import KeyKind
 def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
     key, timeout = lock.key, lock._timeout
-    closed = yield from quarantined(lock, refused)
-    pinned = None if closed else (yield from _who_pins(lock, refused))
     waited = f"within {timeout:g} s" if timeout else "at one try"
-    found, busy = refused
+    found, busy, _ = refused
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
+    closed = yield from quarantined(lock, refused)
+    pinned = None if closed or holder is not None else (yield from _who_pins(lock))
     out = "" if holder is None else (yield from _permits_held(lock))
     advice = WAIT_LONGER
     if closed:
@@ -73,7 +73,7 @@ def _permits_held(lock: BaseLock) -> Steps[str]:
 
 def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     """What is to be said of a key that is closed since a failover; empty for any other key."""
-    found, busy = refused
+    found, busy, _ = refused
     if busy is not None or (found is not None and found.state == "held"):
         return ""
     database = lock._place.store().database
@@ -83,10 +83,9 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     return str(epoch.Quarantine(database.now() - database.epoch.since, seconds))
 
 
-def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
-    """The transaction that pins the key, if it has no holder; None if there is none, or no answer in time."""
-    held = refused.holder is not None and refused.holder.state == "held"
-    if tenures.find_pins is None or refused.busy is not None or held:
+def _who_pins(lock: BaseLock) -> Steps[Pinned | None]:
+    """The transaction that pins a key without a holder; None if there is none, or no answer in time."""
+    if tenures.find_pins is None:
         return None
     database = lock._place.store().database
     until = database.now() + database.timing.pinned_answer

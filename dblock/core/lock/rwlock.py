@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dblock.core import runtime
@@ -19,7 +18,7 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.locks import refuses
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import pauses
@@ -112,9 +111,9 @@ def downgrade(lock: Writes) -> Steps[None]:
     watchdog, flow = runtime.current.watchdog, hold.flow()
     if flow is None:
         raise lock._not_held("downgrade")
-    request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
-    services = partial(runtime.current.waiter_services, hold.store)
-    sharing, growing = Sharing(Attempt(request, site_of(hold), None, services)), pauses()
+    attempt = entering.attempt_of(lock, hold.store, flow, None)
+    attempt.request = attempt.request._replace(ttl=hold.lease.ttl, life=hold.lease.life)
+    sharing, growing = Sharing(attempt), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.
         if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):
@@ -123,9 +122,9 @@ def downgrade(lock: Writes) -> Steps[None]:
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
         with contextlib.suppress(LockError):
-            _ = yield from handover.end(site_of(hold), grant)
+            _ = yield from handover.end(runtime.current.site(hold.store), grant)
         watchdog.announce(hold)
         raise lock._lost(hold)
     written = hold.exchange(grant)
     _ = watchdog.add(hold)
-    _ = yield from handover.pass_on(site_of(hold), written)
+    _ = yield from handover.pass_on(runtime.current.site(hold.store), written)

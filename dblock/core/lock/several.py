@@ -9,6 +9,7 @@ Rule: whatever ends the taking early, a timeout, an error or an interrupt, what 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import EllipsisType
 from typing import Any, Self
 
 from dblock.core import clock
@@ -19,13 +20,13 @@ from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.key_template import Template, or_skip
-from dblock.core.lock.leaving import block_to_release
-from dblock.core.lock.leaving_several import Entered, leave_each
+from dblock.core.lock.key_template import NO_SKIP, Template
+from dblock.core.lock.leaving import Entered, block_to_release, leave_each
 from dblock.core.lock.locks import AwaitingLocks, BlockingLocks, Operations, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol.steps import Steps, undone_after
 from dblock.core.runtime import current_flow
+from dblock.core.validation import valid_timeout
 from dblock.core.values import Seconds, State
 
 
@@ -45,7 +46,7 @@ class BaseLocks(Operations):
     def __init__(
         self,
         members: Sequence[Any],
-        timeout: float | None,
+        timeout: Seconds | EllipsisType | None = ...,
         *,
         on_busy: str = "raise",
         otherwise: Any = None,
@@ -57,7 +58,7 @@ class BaseLocks(Operations):
         self._drive, self._adrive = members[0]._drive, members[0]._adrive
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
-        self._timeout = timeout
+        self._timeout = members[0]._place.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         self._withs: list[tuple[Callable[[], Flow | None], Entered]] = []
         """Blocks without an end of their own: a reference to the flow that has begun it, and what it has entered."""
         if any(lock.options.on_busy != "raise" for lock in members):
@@ -96,10 +97,9 @@ class BaseLocks(Operations):
     @property
     def state(self) -> State | None:
         """`held`, `at_risk` or `lost` if one of them is, by the local clock; None unless this flow holds them all."""
-        states: set[State | None] = {lock.state for lock in self._members}
-        if None in states:
-            return None
-        return "lost" if "lost" in states else "at_risk" if "at_risk" in states else "held"
+        states: list[State | None] = [lock.state for lock in self._members]
+        worst_first = (None, "lost", "at_risk", "held")
+        return min(states, key=worst_first.index)
 
     def check(self) -> None:
         """Raise LockLost unless this flow surely holds all of them at this moment, as `Lock.check`; no I/O."""
@@ -122,8 +122,9 @@ class BaseLocks(Operations):
 
     def _enter(self, its: Loaded) -> Steps[None]:
         """Begin a `with`, which has loaded `its`."""
-        steps = self._acquire(self._timeout, its)
-        return steps if self.options.on_busy == "raise" else or_skip(self, steps)
+        if self.options.on_busy != "raise":
+            raise TypeError(NO_SKIP)
+        return self._acquire(self._timeout, its)
 
     def _acquire(self, timeout: float | None, its: Loaded | None = None) -> Steps[None]:
         """Take them all, or none; raises LockTimeout if one was not free in time. `its`: by a `with`, see _enter()."""
@@ -136,7 +137,7 @@ class BaseLocks(Operations):
             for lock in locks:
                 store, left = lock._place.store(), None if deadline is None else max(deadline - clock.now(), 0.0)
                 if its is not None:
-                    _ = yield from entering.enter_block(lock, left, its.end)
+                    _ = yield from entering.enter(lock, its, left, part=True)
                 elif isinstance((yield from entering.acquire(lock, left)), Refused):
                     raise LockTimeout(key=lock.key)
             for lock in locks:  # each counts from now on, unless it was lost meanwhile
@@ -211,9 +212,7 @@ class BaseLocks(Operations):
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
         members = [lock._for_call(each, args, kwargs) for lock, each in zip(self._members, templates, strict=True)]
-        made = type(self)(members, self._timeout)
-        made.options, made._skipped, made._template = self.options, False, templates[0]
-        return made
+        return type(self)(members, self._timeout)
 
 
 def _place(lock: BaseLock) -> tuple[str, str, str, int]:

@@ -98,6 +98,8 @@ def acquire_and_report(
 
     `undo` leaves the entry again, if an interrupt comes when the flow has entered.
     """
+    if not observers:
+        return begin()
     store = lock._place.store()
     now = store.database.now
     began, contended, told = now(), False, entry.kind == "attach"  # that fails by an error alone
@@ -137,7 +139,9 @@ def acquire_and_report(
 
 
 def leave_and_report(hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
-    """Run the steps that leave a hold, and report it, unless its loss has been reported."""
+    """The steps that leave a hold; they report it, unless its loss has been reported."""
+    if not observers:
+        return steps
     before, lock = _entered(hold), _lock_of(hold)
 
     def report(error: BaseException | None = None) -> None:
@@ -145,9 +149,12 @@ def leave_and_report(hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
         if depth < before and (depth or hold.lease.claim_report()):
             tell_of(hold, Kind.RELEASED, lock, how=how, held=hold.lease.held, reason=reason)
 
-    result = yield from undone_after(lambda: steps, report, LockLost)
-    report()
-    return result
+    def leave() -> Steps[T]:
+        result = yield from undone_after(lambda: steps, report, LockLost)
+        report()
+        return result
+
+    return leave()
 
 
 def reap_and_report(store: Store, retention: float, sender: type) -> Steps[reaping.Reaped]:

@@ -173,7 +173,7 @@ class Watchdog(Worker):
         where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
         try:
             warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
-            self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
+            self._tell(seen, "on_lost", reason=loss.reason)
             if observers:
                 holder = loss.holder and loss.holder.masked()
                 tell_of(seen, Kind.LOST, held=seen.lease.held, holder=holder, reason=loss.reason)
@@ -187,15 +187,15 @@ class Watchdog(Worker):
         if told or hold not in self._holds:
             return
         warn("%r (fence %d) was asked back: %s", hold.shown, hold.tenure.fence, words)
-        self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
+        self._tell(hold.snapshot(), "on_revoke", words=words)
 
-    def _tell(self, who_hears: Callable[[Any], list[Callable[[], object]]], hold: Hold) -> None:
-        """Call those who hear of it in another thread, which sees the hold as its own."""
+    def _tell(self, hold: Hold, of: str, **known: object) -> None:
+        """Call those who hear of it, as the option `of`, in another thread, which sees the hold as its own."""
         locks = hold.locks()
 
         def call_all() -> None:
             self._flows.see(hold)
-            for call in (call for lock in locks for call in who_hears(lock)):
+            for call in (call for lock in locks for call in lock._who_hears(of, **known)):
                 try:
                     _ = call()
                 except Exception as error:  # noqa: BLE001 - a user's
@@ -269,7 +269,7 @@ class Watchdog(Worker):
             hold.risk_reported = False
         elif not hold.risk_reported:
             hold.risk_reported, seen = True, hold.snapshot()
-            self._tell(lambda lock: lock._who_hears_of_risk(), seen)
+            self._tell(seen, "on_at_risk")
             if observers:
                 tell_of(seen, Kind.AT_RISK, lateness=seen.lease.lateness(now))
         return min(left, lease.due - now if lease.due > now else lease.term / 6, late if late > 0 else math.inf)
