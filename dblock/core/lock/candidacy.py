@@ -13,6 +13,7 @@ candidacy is left.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockLost, LockRevoked
@@ -61,7 +62,7 @@ class Candidacy:
         driver, goes_on = current_flow(), False
         self.flow.driver = lambda: driver  # it is kept: its context may be gone before its body has ended
         try:
-            goes_on = bool((yield from undone(lambda: steps, self.finish)))
+            goes_on = bool((yield from undone(lambda: steps, partial(self.end, warns=True))))
         except Cancelled:
             return False
         finally:  # also of steps that are closed, as nothing drives them
@@ -70,24 +71,21 @@ class Candidacy:
                 self.flow.driver = nobody
         return goes_on
 
-    def finish(self) -> Steps[None]:
-        """End the term; if that fails, the log says so."""
-        try:
-            yield from self.end()
-        except LockError as late:
-            if not isinstance(late, LockLost):  # which has been logged
-                warn("could not end a term, which ends with its lease: %s", late)
-
-    def end(self) -> Steps[None]:
+    def end(self, *, warns: bool = False) -> Steps[None]:
         """End the term: release the key, unless another flow does. Raises LockLost if the term was over.
 
-        After another LockError the key is free once the lease has ended.
+        After another LockError the key is free once the lease has ended. With `warns` the log says that instead.
         """
         try:
             self._disbelieve()
             hold = self.lock._hold_here()
             if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
                 yield from leaving.leave_surely(self.lock, Block(hold.entries[0], hold))
+        except LockError as late:
+            if not warns:
+                raise
+            if not isinstance(late, LockLost):  # which has been logged
+                warn("could not end a term, which ends with its lease: %s", late)
         finally:
             self.flow.driver = nobody
 

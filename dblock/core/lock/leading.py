@@ -37,7 +37,6 @@ from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 
 L = TypeVar("L", bound="BaseLeader")
-Body = Callable[[int], Any]
 
 TTL: Final = 15.0
 """Seconds after which another candidate is elected, by default, if the leader has died."""
@@ -175,14 +174,14 @@ class BaseLeader(Operations):
     def _lead(self, candidacy: Candidacy, hold: Hold, does: Callable[[Any], object], given: object) -> Steps[None]:
         """Call a function; what it raises ends the term, and is raised unless it says only that the term is to end."""
         error = (yield from call(does, given)).error
-        if was_ours(hold, error) or candidacy.is_to_end(error):
-            candidacy.cancel.set()
-        elif error is not None:
-            yield from candidacy.finish()
-            try:
+        try:
+            if was_ours(hold, error) or candidacy.is_to_end(error):
+                candidacy.cancel.set()
+            elif error is not None:
+                yield from candidacy.end(warns=True)  # first: what a database raises here is no failed campaign
                 raise error
-            finally:
-                del error  # it refers to this frame
+        finally:
+            del error  # it refers to this frame
 
     # -- the methods
 
@@ -214,7 +213,7 @@ class BaseLeader(Operations):
                 return
             yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
-            _ = yield from candidacy.drive(candidacy.end())
+            yield from candidacy.end()
 
     def _who_leads(self) -> Steps[LockInfo | None]:
         info = yield from operations.inspect(self._lock)
@@ -230,7 +229,7 @@ class BaseLeader(Operations):
             if known is None or term.number != known.number:
                 return term
 
-    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[None]:
+    def _turn(self, candidacy: Candidacy, body: Callable[[int], Any]) -> Steps[None]:
         """A turn of `run`: campaign, lead by calling the body, and resign.
 
         A database that fails is asked again in the next turn.
@@ -245,7 +244,7 @@ class BaseLeader(Operations):
                 raise
         else:
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
-            yield from candidacy.finish()
+            yield from candidacy.end(warns=True)
 
     def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[bool]:
         """Begin the block of a `with`, which has loaded `its`."""
@@ -262,7 +261,7 @@ class BaseLeader(Operations):
         opened.remove(block)
         candidacy: Candidacy = block[1]
         hold = candidacy.lock._hold_here()
-        _ = yield from candidacy.drive(candidacy.end())
+        yield from candidacy.end()
         if hold is not None and hold.interrupted:
             raise LockError(f"the term of {self.name!r} was ended by resign()")
 
@@ -304,8 +303,7 @@ class SyncLeader(BaseLeader, Blocking):
         """
         known: Term | None = None
         while True:
-            known = term = self._drive(self._next_term(known, every))
-            yield term
+            yield (known := self._drive(self._next_term(known, every)))
 
     def run(self, body: Callable[[int], None]) -> Callable[[], None]:
         """Decorate `body(term)`: the result campaigns, leads by calling `body`, resigns, and begins anew.
@@ -359,8 +357,7 @@ class AsyncLeader(BaseLeader, Awaiting):
         """Yield the present `Term`, then each change of it, also that nobody leads; without end."""
         known: Term | None = None
         while True:
-            known = term = await self._adrive(self._next_term(known, every))
-            yield term
+            yield (known := await self._adrive(self._next_term(known, every)))
 
     def run(
         self: BaseLeader, body: Callable[[int], Coroutine[Any, Any, None]]
