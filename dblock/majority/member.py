@@ -28,12 +28,14 @@ from dblock.core.errors import (
     StoreUnanswered,
     StoreUnreachable,
 )
-from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import begin_hold
 from dblock.core.lock.refusals import quarantined
+from dblock.core.observing.observers import acquire_and_report, observers
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Rows, Steps, undone
+from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
@@ -97,7 +99,7 @@ class Member:
         """
         said: Rows = ()
         found: Grant | Refused | None = None
-        likely = self._is_held_here() or self.site.expects_contention(self.lock.key)
+        likely = self.is_held_here() or self.site.expects_contention(self.lock.key)
         if proposed and not likely and self.database.answers():
             found, said = yield from self._take_at_once(proposed)
         if found is None:
@@ -111,7 +113,8 @@ class Member:
         yield from undo()
         raise StoreBusy(f"new, or restarted: counts in {left:.1f} s", key=self.lock.key)
 
-    def _is_held_here(self) -> bool:
+    def is_held_here(self) -> bool:
+        """Whether a flow of this process holds the key there."""
         return runtime.current.watchdog.hold_of(self.store, self.lock.key) is not None
 
     def _soon(self) -> float:
@@ -144,14 +147,14 @@ class Member:
                 partial(runtime.current.waiter_services, self.store),
                 lambda: [each.tenure.owner for each in self.flow.holds.values() if not each.lease.loss],
                 slow_wait=slow_wait,
-                held_in_process=self._is_held_here(),
+                held_in_process=self.is_held_here(),
             )
         )
 
     def _why_not(self, refused: Refused) -> Steps[No]:
-        holder, busy = refused
-        if busy is not None:
-            raise busy
+        holder = refused.holder
+        if refused.busy is not None:
+            raise refused.busy
         if holder is not None and holder.state == "held":
             return No(f"held by {holder}", holder.masked())
         closed = yield from quarantined(self.lock, refused)
@@ -179,8 +182,12 @@ class Member:
 
     def enter(self, grant: Grant, kind: str, alive: Callable[[], object]) -> Steps[None]:
         """Hold what has been confirmed until `alive` gives None; no I/O."""
-        found = yield from entering.acquire(self.lock, None, kind, self.flow, granted=grant, end=alive)
-        self.hold = cast("Hold", found)
+        entry = Entry(self.lock, kind, alive)
+
+        def begin(_contended: object = None) -> Steps[Hold]:
+            return at_once(begin_hold(self.lock, self.flow, grant, entry, None, store=self.store))
+
+        self.hold = yield from acquire_and_report(self.lock, entry, begin, leaving._release) if observers else begin()
 
     def leave(self) -> Steps[bool]:
         """Leave what is held, unless other steps do so already; False if it was lost."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from dblock.core.errors import LockStoreError, WrongKind
+from dblock.core.errors import LockStoreError, LockTimeout, WrongKind
 from dblock.core.statements.base import Masked
 from dblock.core.values import Grant, Identity, KeyKind, LockInfo
 
@@ -58,6 +58,8 @@ class Refused(NamedTuple):
     """The row as last read; None if others were faster each time the key was free, or the row could not be read."""
     busy: LockStoreError | None = None
     """The error that kept the row from being read."""
+    error: LockTimeout | None = None
+    """What to raise, of a majority lock, whose error says what each database has said."""
 
 
 def wrong_kind(key: str, there: int, given: int) -> WrongKind:

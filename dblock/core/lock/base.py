@@ -55,9 +55,8 @@ class BaseLock:
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
     _acquires: Any = None
-    """What acquires it, leaves it, and says why it was refused, if it is not one row."""
+    """What acquires it, and leaves it, if it is not one row."""
     _leaves: Any = None
-    _why_refused: Any = None
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 

@@ -39,17 +39,11 @@ def acquire(
     kind: str = "acquire",
     flow: Flow | None = None,
     *,
-    granted: Grant | None = None,
     end: Callable[[], object] | None = None,
 ) -> Steps[Hold | Refused]:
-    """The hold of this flow, else the refusal.
-
-    `flow`: this flow, if known; `granted`: what has been taken already; `end`: a reference to the end of the block.
-    """
+    """The hold of this flow, else the refusal. `flow`: this flow, if known; `end`: a reference to the block's end."""
     entry, flow = Entry(lock, kind, end), flow or lock._running_flow()
     begin = type(lock)._acquires or _acquire
-    if granted is not None:
-        begin = functools.partial(_begin_granted, granted)
     if observers:
         steps = acquire_and_report(lock, entry, functools.partial(begin, lock, timeout, entry, flow), _release)
     else:
@@ -57,14 +51,6 @@ def acquire(
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
-
-
-def _begin_granted(
-    granted: Grant, lock: BaseLock, _timeout: float | None, entry: Entry, flow: Flow, _contended: object = None
-) -> Steps[Hold | Refused]:
-    """Hold what has been taken."""
-    yield from ()
-    return begin_hold(lock, flow, granted, entry, None, store=lock._place.store())
 
 
 def _acquire(
@@ -197,7 +183,7 @@ def enter_block(
     else:
         found = yield from acquire(lock, timeout, "with", flow, end=end)
         if isinstance(found, Refused):
-            raise (yield from (type(lock)._why_refused or timed_out)(lock, found)) from found.busy
+            raise found.error or (yield from timed_out(lock, found)) from found.busy
         hold = found
     if lock.options.interrupt and (task := current_task()) is not None:
         hold.cancelling = task.cancelling()

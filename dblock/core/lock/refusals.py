@@ -25,7 +25,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     closed = yield from quarantined(lock, refused)
     pinned = None if closed else (yield from _who_pins(lock, refused))
     waited = f"within {timeout:g} s" if timeout else "at one try"
-    found, busy = refused
+    found, busy = refused.holder, refused.busy
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
@@ -73,8 +73,8 @@ def _permits_held(lock: BaseLock) -> Steps[str]:
 
 def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     """What is to be said of a key that is closed since a failover; empty for any other key."""
-    found, busy = refused
-    if busy is not None or (found is not None and found.state == "held"):
+    found = refused.holder
+    if refused.busy is not None or (found is not None and found.state == "held"):
         return ""
     database = lock._place.store().database
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
