@@ -21,7 +21,7 @@ from django.db.backends.signals import connection_created
 
 from dblock.connections import leave_to_parent
 from dblock.core.errors import LockError
-from dblock.core.holding.flow import Hold
+from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock.leaving import finish
 from dblock.core.lock.operations import look_after
 from dblock.core.log import warn
@@ -144,18 +144,14 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
     if _outermost(connection) is not None and not connection.closed_in_transaction:
         return
     holds = _waiting.pop(connection, [])
-    try:
-        while holds:
-            hold = holds[0]
-            if not keep_until_end(hold):  # else a transaction on another database is still open
-                try:
-                    drive(finish(hold))
-                except LockError as error:
-                    warn("could not release %r when the transaction ended: %s", hold.shown, error)
-            del holds[0]
-    finally:
-        for hold in holds:  # interrupted: they end with their leases
-            hold.kept_by = ()
+    for hold in holds:  # first: if an interrupt comes, they end with their leases
+        hold.kept_by = (nobody,)
+    for hold in holds:
+        if not keep_until_end(hold):  # else a transaction on another database is still open
+            try:
+                drive(finish(hold))
+            except LockError as error:
+                warn("could not release %r when the transaction ended: %s", hold.shown, error)
 
 
 def _after_fork_in_child() -> None:

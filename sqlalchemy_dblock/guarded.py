@@ -71,14 +71,13 @@ class _OfGiven(BaseGuarded[T]):
         session = self._session()
         return session.begin(), session
 
-    def _templates(self, function: Any) -> Any:
-        """Raises TypeError where a decorated function could not get at its session."""
+    def _refuse_function(self) -> None:
+        """Raise TypeError where a decorated function could not get at its session."""
         if self._makes:
             raise TypeError(
                 "the decorated function could not get at its session: write `with lock.begin(...) as session:` inside "
                 "it, or give begin() a scoped_session"
             )
-        return super()._templates(function)
 
 
 class Begun(_OfGiven[T], Guarded[T]):

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError, MissingGreenlet, UnboundExecutionError
 from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
-from dblock.core.holding.flow import Hold
+from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock.leaving import finish
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
@@ -77,22 +77,11 @@ def _over(session: Any, ended: Any = None) -> None:
 def _give_back(session: Any) -> None:
     waiting = _waiting.get(session, [])  # none in a forked child, as the session is its parent's
     kept, waiting[:] = list(waiting), []
-    try:
-        while kept:
-            hold, ended = kept[0]
-            others = _others(hold, ended)
-            if any(kept_by() is not None for kept_by in others):  # transactions of other sessions
-                hold.kept_by = others
-            else:
-                _finish(hold)
-            del kept[0]
-    finally:
-        for hold, ended in kept:  # interrupted: their leases expire
-            hold.kept_by = _others(hold, ended)
-
-
-def _others(hold: Hold, ended: Any) -> tuple[Any, ...]:
-    return tuple(kept_by for kept_by in hold.kept_by if kept_by is not ended)
+    for hold, ended in kept:  # first: if an interrupt comes, their leases expire
+        hold.kept_by = tuple(nobody if kept_by is ended else kept_by for kept_by in hold.kept_by)
+    for hold, _ in kept:
+        if not hold.deferred:  # by a transaction of another session
+            _finish(hold)
 
 
 def _finish(hold: Hold) -> None:

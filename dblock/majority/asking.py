@@ -10,12 +10,10 @@ Rule: the result of an ask that was left is undone, once, whichever came first.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock, runtime, timing
@@ -30,26 +28,15 @@ from dblock.core.worker import start
 T = TypeVar("T")
 
 
-class HasStore(Protocol):
-    """What is asked by its database."""
-
-    store: Store
-
-
-K = TypeVar("K", bound=HasStore)
-
-
 class Health:
     """What is known of a database."""
 
-    silent = False
-    """Whether it did not answer the last time within the limit, or failed."""
+    error: LockError | None = None
+    """Why it is *silent*: it failed the last time, or did not answer within the limit; None if it answered."""
     pinned = False
     """Whether the last take was refused although nobody held the key: a transaction prevents it, for example."""
     asked_until = 0.0
     """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
-    error: LockError | None = None
-    """Why it failed the last time; None if it answered."""
 
 
 class Ask(Generic[T]):
@@ -68,16 +55,13 @@ class Ask(Generic[T]):
         """Whether its caller has gone: a result is undone."""
         self.prompt = True
         """Whether its caller waits for it: its database was not silent when it was begun, nor, for a take, pinned."""
-        self.late = False
-        """Whether it is under way beyond its limit."""
         self.among: Collection[Ask[Any]] = ()
         """Those for whose answers its caller waits together: the last prompt one wakes it."""
         self.cancel = Cancel()
         """Set when it is left."""
         self.health = Health()
         """That of its database."""
-        self.takes = undo is not None
-        self._steps, self._undo, self._caller = steps, undo, wakeup
+        self.undo, self._steps, self._caller = undo, steps, wakeup
         self._mutex = threading.RLock()  # a signal handler may leave
 
     def pending(self) -> bool:
@@ -107,12 +91,10 @@ class Ask(Generic[T]):
             error = LockStoreError(f"{self.store.name} could not be asked: {raised!r}")
             error.__cause__ = raised
         finally:
-            if self.late:
-                self.health.asked_until = 0.0
+            self.health.asked_until = 0.0
         busy = isinstance(error, StoreBusy)
-        self.health.silent = isinstance(error, LockStoreError) and not busy
-        self.health.error = error if self.health.silent else None
-        if self.takes:
+        self.health.error = error if isinstance(error, LockStoreError) and not busy else None
+        if self.undo is not None:
             self.health.pinned = busy
         with self._mutex:
             self.result, self.error, self.answered = result, error, True
@@ -125,8 +107,8 @@ class Ask(Generic[T]):
 
     def _undone(self) -> Steps[None]:
         try:
-            if self._undo is not None and self.error is None:
-                yield from self._undo(self.result)  # type: ignore[arg-type]
+            if self.undo is not None and self.error is None:
+                yield from self.undo(self.result)  # type: ignore[arg-type]
         except LockError as error:
             warn("could not give back what %s has granted, which expires: %s", self.store.name, error)
 
@@ -153,20 +135,20 @@ class Asks:
     def ask(self, ask: Ask[Any], *, anyway: bool = False) -> Ask[Any]:
         """Begin an ask, unless its database is silent and is being asked already; `anyway`: also then."""
         health = self._of(ask.store)
+        known = health.error  # read once: the ask under way may be answered meanwhile
         if anyway or clock.now() >= health.asked_until:
-            ask.health, ask.prompt = health, not (health.silent or (health.pinned and ask.takes))
+            ask.health, ask.prompt = health, known is None and not (health.pinned and ask.undo)
             self.begin(ask.store, ask.work(), ask.cancel)
             return ask
-        error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
-        if (known := health.error) is not None:  # read once: the ask under way may be answered meanwhile
-            error = LockStoreError(f"is being asked again, after: {known}")
-            error.__cause__ = known.__cause__
+        error = LockStoreError(f"is being asked again, after: {known or 'no answer for a while'}")
+        error.__cause__ = known and known.__cause__
         ask.error, ask.answered = error, True
         return ask
 
     def is_silent(self, store: Store) -> bool:
         """Whether takes do not wait for a database; to them one that is pinned is as good as silent."""
-        return self._of(store).silent or self._of(store).pinned
+        health = self._of(store)
+        return health.pinned or health.error is not None
 
     def gather(
         self,
@@ -175,13 +157,11 @@ class Asks:
         wakeup: Wakeup,
         enough: Callable[[], bool] = lambda: False,
         *,
-        silent_until: float = math.inf,
         waits: bool = False,
     ) -> Steps[None]:
         """Wait for the answers, at most `limit` seconds; for those of silent databases only until there is `enough`.
 
-        Nor for these beyond the local time `silent_until`. A database that has not answered then is silent from now on;
-        not if the steps themselves wait for something.
+        A database that has not answered then is silent from now on; not if the steps themselves wait for something.
         """
         until = clock.now() + limit
         for ask in asks:
@@ -189,15 +169,16 @@ class Asks:
         while True:
             _ = wakeup.consume()
             pending = [ask for ask in asks if ask.pending()]
-            prompt = any(ask.prompt for ask in pending)
-            left = (until if prompt else min(until, silent_until)) - clock.now()
-            if not pending or left <= 0 or (not prompt and enough()):
+            left = until - clock.now()
+            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
                 break
             yield from wait(pending[0].store, left, wakeup)
         for ask in pending if not waits else ():
             self.not_answered(ask)
 
-    def hear(self, steps: Mapping[K, Steps[T]], limit: float, *, anyway: bool = False) -> Steps[dict[K, T | LockError]]:
+    def hear(
+        self, steps: Mapping[Any, Steps[T]], limit: float, *, anyway: bool = False
+    ) -> Steps[dict[Any, T | LockError]]:
         """What each database has answered, or how it failed; `anyway`: also a silent one is asked."""
         wakeup = Wakeup()
         asks = {each: self.ask(Ask(each.store, its, wakeup), anyway=anyway) for each, its in steps.items()}
@@ -207,9 +188,10 @@ class Asks:
     def not_answered(self, ask: Ask[Any]) -> None:
         """Note that an ask is beyond its limit."""
         with ask._mutex:
-            if ask.pending() and not ask.late:
-                ask.late, ask.health.silent = True, ask.prompt or ask.health.silent
+            if ask.pending():
                 ask.health.asked_until = clock.now() + timing.DEFAULT.surely_answered
+                if ask.prompt:
+                    ask.health.error = ask.health.error or LockStoreError("no answer for a while")
 
     def _of(self, store: Store) -> Health:
         with self._mutex:
@@ -225,7 +207,7 @@ class Asks:
     def begin(self, store: Store, steps: Steps[Any], cancel: Cancel | None = None) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
-            task = plain_task(_logged(adrive(steps, cancel=cancel)))
+            task = plain_task(adrive(steps, cancel=cancel))
             for over in [each for each in list(self._tasks) if each.get_loop().is_closed()]:
                 self._tasks.discard(over)
             self._tasks.add(task)
@@ -271,12 +253,7 @@ def missing() -> dict[str, bool]:
     """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
     asks = the_asks()
     with asks._mutex:
-        found = {store.name: health.silent or health.pinned for store, health in asks._health.items()}
+        found = {store.name: asks.is_silent(store) for store in asks._health}
     for held in list(asks.held):
         found |= dict.fromkeys(held.missing(), True)
     return found
-
-
-async def _logged(work: Any) -> None:
-    with contextlib.suppress(Exception):
-        await work

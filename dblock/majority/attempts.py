@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dblock.core import clock, runtime, timing
+from dblock.core import clock, timing
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockStoreError, LockTimeout
 from dblock.core.holding.flow import Entry, Flow
@@ -48,10 +49,7 @@ class Attempts:
         self.lock, self.flow, self.timeout, self.entry = lock, flow, timeout, entry
         self.members = lock._members_of(flow)
         self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
-        began = clock.now()
-        self.deadline = None if timeout is None else began + timeout
-        self.silent_until = math.inf if timeout is None else began + max(timeout, self.limit)
-        """The local time until which databases are waited for that did not answer before."""
+        self.deadline = math.inf if timeout is None else clock.now() + timeout
         self.slow_wait = SlowWait(lock._members[0]._slow_wait)
         self.busy = False
         """Whether others had the key in a database, in the present attempt."""
@@ -61,19 +59,15 @@ class Attempts:
         """What the flow has entered."""
         self._wakeup = Wakeup()
 
-    def run(self) -> Steps[Held | LockTimeout]:
+    def run(self) -> Steps[Held | Refused]:
         """Try until there is a majority, or the time is up; raises QuorumUnavailable if too few could be asked."""
         mean = 2 * timing.DEFAULT.near
-        while True:
-            got = yield from self._once()
-            left = self._left()
-            if got is not None:
-                return got
-            if left == 0:
-                break
+        while (got := (yield from self._once())) is None and (left := self._left()) > 0:
             pause = random.uniform(0.5, 1.5) * mean  # noqa: S311 - to part contenders, not a secret
-            yield from sleep(self.members[0].store, pause if left is None else min(pause, left))
+            yield from sleep(self.members[0].store, min(pause, left))
             mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
+        if got is not None:
+            return got
         # The time may have passed in the queue of one database: whether the others can be asked is still to be heard.
         _ = yield from self._look([each for each in self.members if not each.said])
         key, databases, said = self.lock.key, len(self.members), answers(self.members)
@@ -81,10 +75,11 @@ class Attempts:
         if sum(not each.cannot for each in self.members) < self.needed:
             raise too_few(key, f"could not acquire {key!r} {waited}: ", databases, "can be asked", said)
         message = f"could not acquire {key!r} in {self.needed} of {databases} databases {waited}: {listed(said)}"
-        return LockTimeout(f"{message}; wait longer with timeout=, or see to the holder", key=key, holder=self.holder)
+        message += "; wait longer with timeout=, or see to the holder"
+        return Refused(self.holder, error=LockTimeout(message, key=key, holder=self.holder))
 
-    def _left(self) -> float | None:
-        return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
+    def _left(self) -> float:
+        return max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
         self.busy, self.held = False, None
@@ -102,12 +97,14 @@ class Attempts:
             yield from each.enter(grant, self.entry.kind, held.alive)
         self._give_back_later()
         if held.lease.remaining() > 0:
-            held.begin(self.flow)
+            held.grow_at(clock.now() + held.lease.ttl / 3)
+            self.asks.held.add(held)
+            self.flow.holds[held.store, held.key] = held
             return held
         _ = yield from held.give()
         return None
 
-    def abandon(self) -> Steps[None]:
+    def abandon(self) -> None:
         """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
         held = self.held
         for each in held.members if held is not None else ():
@@ -118,7 +115,7 @@ class Attempts:
             for ask in each.asked if each.hold is None else ():
                 ask.leave(self.asks)
         if held is not None:
-            yield from held.abandon(self.entry)
+            held.abandon(self.entry)
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
         attempt = protocol.attempt(len(self.members), self.lock._ttl)
@@ -132,13 +129,11 @@ class Attempts:
                     granted = yield from self._take(whom, proposed)
                 case What.CONFIRM:
                     granted = yield from self._confirm(whom, asked.fence)
-            grants = {each.number: cast("Grant", each.grant) for each in granted}
-            said = {
-                number: Answer(
-                    each.tenure.fence, each.trusted_until, not (each.ticket or each.local_handovers or each.term)
-                )
-                for number, each in grants.items()
-            }
+            said = dict[int, Answer]()
+            for each in granted:
+                grant = cast("Grant", each.grant)
+                firm = not (grant.ticket or grant.local_handovers or grant.term)
+                said[each.number] = Answer(grant.tenure.fence, grant.trusted_until, firm)
             try:
                 asked = attempt.send((said, clock.now()))
             except StopIteration as done:
@@ -168,8 +163,7 @@ class Attempts:
         Or all of them at once, if nobody is known to want the key.
         """
         site, key = self.members[0].site, self.lock.key
-        held_here = any(runtime.current.watchdog.hold_of(each.store, key) for each in self.members)
-        if not site.expects_contention(key) and not held_here:
+        if not site.expects_contention(key) and not any(each.is_held_here() for each in self.members):
             granted = yield from self._take(self.members, proposed)
             if len(granted) >= self.needed:
                 return granted
@@ -250,8 +244,8 @@ class Attempts:
     def _answers(
         self, asks: Mapping[Member, Ask[T]], enough: Callable[[], bool] = lambda: False
     ) -> Steps[dict[Member, T]]:
-        """What those have answered that do in time, or until there is enough; for silent ones, `silent_until`."""
-        yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough, silent_until=self.silent_until)
+        """What those have answered that do in time, or until there is enough."""
+        yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough)
         return self._heard(asks)
 
     def _heard(self, asks: Mapping[Member, Ask[T]]) -> dict[Member, T]:
@@ -260,10 +254,8 @@ class Attempts:
         for member, ask in asks.items():
             if ask.pending():
                 ask.leave(self.asks)
-                if ask.prompt:
+                if ask.prompt or not member.said:
                     member.note(f"no answer in {self.limit:.2g} s", cannot=True)
-                elif not member.said:
-                    member.note("no answer for a while", cannot=True)
             elif ask.error is None:
                 found[member] = cast("T", ask.result)
             elif isinstance(ask.error, (LockStoreError, LockTimeout)):

@@ -124,16 +124,6 @@ class BaseQuorumLock(BaseLock):
     if not TYPE_CHECKING:  # hidden from type checkers
         owner = sequencer = detach = property()  # no getter: so `__getattr__` says why
 
-    def guard(self, *_: object, **__: object) -> NoReturn:
-        """Refused: a transaction of one database cannot keep the others from granting the key."""
-        raise TypeError(
-            "a majority lock has no guard(): a transaction keeps the key in its own database alone, and a majority of "
-            "the others may grant it meanwhile. Store lock.fence with what is written, and refuse a lower one "
-            "(fenced_update)"
-        )
-
-    aguard = guard
-
     def __getattr__(self, name: str) -> NoReturn:
         if why := REFUSED.get(name.removeprefix("a")):
             raise AttributeError(f"a majority lock has no {name}: {why}")
@@ -185,8 +175,7 @@ class BaseQuorumLock(BaseLock):
                 attempts.held, hold.entries = hold, [*kept, attempts.entry]
                 return hold
             _ = yield from hold.give()  # its block has ended unnoticed, and it is renewed no more
-        found = yield from attempts.run()
-        return found if isinstance(found, Held) else Refused(attempts.holder, error=found)
+        return (yield from attempts.run())
 
     # -- leaving
 
@@ -241,6 +230,11 @@ class BaseQuorumLock(BaseLock):
         atomic = begin = refuses(
             "a majority lock lives in several databases, of which no transaction can be guarded: use `with`, and "
             "fenced_update() for what is written under it"
+        )
+        guard = aguard = refuses(
+            "a majority lock has no guard(): a transaction keeps the key in its own database alone, and a majority of "
+            "the others may grant it meanwhile. Store lock.fence with what is written, and refuse a lower one "
+            "(fenced_update)"
         )
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:

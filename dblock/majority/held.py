@@ -126,12 +126,6 @@ class Held(Hold):
             hold.lease.renewing = False
         return True
 
-    def begin(self, flow: Flow) -> None:
-        """It is the flow's from now on, and grows."""
-        self.grow_at(clock.now() + self.lease.ttl / 3)
-        the_asks().held.add(self)
-        flow.holds[self.store, self.key] = self
-
     # -- called from other threads, which must not wait
 
     def _on_lost(self, member: Member, hold: Hold) -> None:
@@ -161,9 +155,8 @@ class Held(Hold):
 
     def _is_live(self) -> bool:
         """Whether databases may be added: it is trusted, and its flow can still leave it."""
-        if self.orphaned or self.flow() is None or not self.can_be_released or self.who["pid"] != os.getpid():
-            return False
-        return clock.now() < self.lease.acquired + self.max_hold and self.lease.remaining() > 0
+        good = clock.now() < self.lease.acquired + self.max_hold and self.lease.remaining() > 0
+        return good and self.can_be_released and not self.orphaned
 
     def _missing(self) -> list[Member]:
         """The databases that are not held."""
@@ -196,16 +189,15 @@ class Held(Hold):
 
     def _take_again(self, member: Member) -> Steps[None]:
         """Take one more database, with the fence that the majority has at least."""
-        found: Grant | No | None = None
         grant: Grant | None = None
         why = ""
         try:
             found = yield from member.take(0.0)
-            if isinstance(found, Grant):
+            if isinstance(found, No):
+                why = found.why
+            else:
                 fence, until = max(self.tenure.fence, found.tenure.fence), clock.now() + self.lock._limit
                 grant = yield from member.confirm(found, fence, until)
-            else:
-                why = found.why
         except LockStoreError as error:
             why = short(error, member)
         with self.lease._mutex:
@@ -216,8 +208,8 @@ class Held(Hold):
                 return
             if why and is_missing:
                 member.note(why)
-        if isinstance(found, Grant) and not why:
-            yield from member.give_back(found.tenure.owner)
+        if grant is not None:
+            yield from member.give_back(grant.tenure.owner)
 
     # -- asking all that are held
 
@@ -227,11 +219,9 @@ class Held(Hold):
         asked = {each: steps(each) for each in self.members if each not in self._missing()}
         heard = yield from the_asks().hear(asked, limit)
         for each in asked:
-            answer = heard.get(each)
-            if isinstance(answer, LockError):
-                said[each.name] = short(answer, each)
-            elif not answer:
-                said[each.name] = "lost" if each in heard else f"no answer in {limit:.2g} s"
+            answer = heard.get(each, f"no answer in {limit:.2g} s")
+            if answer is not True:
+                said[each.name] = short(answer, each) if isinstance(answer, LockError) else answer or "lost"
         if sum(answer is True for answer in heard.values()) >= self.quorum:
             return True
         if self.lease.remaining() <= 0:
@@ -254,15 +244,14 @@ class Held(Hold):
             lost += sum(answer is not True for answer in heard.values())
         return len(held) - lost >= self.quorum
 
-    def abandon(self, entry: Entry) -> Steps[None]:
+    def abandon(self, entry: Entry) -> None:
         """After an interrupt leave by the entry, the last one in the background; in a forked child nothing is done."""
         self.entries = self.open_entries(but=entry)
         if not self.entries and self.who["pid"] == os.getpid():
             self._end()
             for each in self.members:
                 if each.hold is not None and not each.leaving:
-                    the_asks().begin(each.store, each.leave())
-        yield from ()
+                    _ = the_asks().ask(Ask(each.store, each.leave(), Wakeup()), anyway=True)
 
     def _end(self) -> None:
         """Nothing is added from now on."""

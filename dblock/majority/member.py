@@ -98,7 +98,7 @@ class Member:
         """
         said: Rows = ()
         found: Grant | Refused | None = None
-        likely = self._is_held_here() or self.site.expects_contention(self.lock.key)
+        likely = self.is_held_here() or self.site.expects_contention(self.lock.key)
         if proposed and not likely and self.database.answers():
             found, said = yield from self._take_at_once(proposed)
         if found is None:
@@ -112,7 +112,8 @@ class Member:
         yield from undo()
         raise StoreBusy(f"new, or restarted: counts in {left:.1f} s", key=self.lock.key)
 
-    def _is_held_here(self) -> bool:
+    def is_held_here(self) -> bool:
+        """Whether a flow of this process holds the key there."""
         return runtime.current.watchdog.hold_of(self.store, self.lock.key) is not None
 
     def _soon(self) -> float:
@@ -142,9 +143,9 @@ class Member:
         return self.lock._take(attempt)
 
     def _why_not(self, refused: Refused) -> Steps[No]:
-        holder, busy, _ = refused
-        if busy is not None:
-            raise busy
+        holder = refused.holder
+        if refused.busy is not None:
+            raise refused.busy
         if holder is not None and holder.state == "held":
             return No(f"held by {holder}", holder.masked())
         closed = yield from quarantined(self.lock, refused)

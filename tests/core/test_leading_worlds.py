@@ -23,8 +23,7 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreConflict, StoreUnanswered
 from dblock.core.holding.flow import Hold, _Life
 from dblock.core.lock.blocks import Loaded
-from dblock.core.lock.candidacy import Candidacy
-from dblock.core.lock.leading import SyncLeader
+from dblock.core.lock.leading import Candidacy, SyncLeader
 from dblock.core.protocol.steps import Call, Cancel, Cancelled, Execute, Outcome, Steps, Wait
 from dblock.core.runtime import Runtime
 from dblock.core.watchdog.keeper import Keeper

@@ -59,7 +59,7 @@ class Refused(NamedTuple):
     busy: LockStoreError | None = None
     """The error that kept the row from being read."""
     error: LockTimeout | None = None
-    """What to raise, where one row does not say it all."""
+    """What to raise, of a majority lock, whose error says what each database has said."""
 
 
 def wrong_kind(key: str, there: int, given: int) -> WrongKind:

@@ -36,7 +36,7 @@ from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, w
 from dblock.core.protocol.tenures import begin, look
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
-from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, slot_of
+from dblock.core.values import MACHINE, Grant, Tenure, slot_of
 from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
@@ -148,26 +148,24 @@ class Sharing:
     # -- readers and writers
 
     def _read(self) -> Steps[Grant | Refused]:
-        grant = yield from self._begin_read(admitted=1 - self.request.fair)
         growing, tries = pauses(longest=self.timing.grant_retry), 0
-        while grant is None:
+        while (grant := (yield from self._begin_read(admitted=1 - self.request.fair))) is None:
             door = yield from self.door(self.waiting)
             if isinstance(door, Refused):
-                tries += 1
+                refused, holder = door, door.holder
                 # If no writer has the door, another reader has it for a moment.
-                if _writes(door.holder) or not (yield from self._pause_of_a_try(tries, next(growing))):
+                if holder is not None and holder.state == "held" and not holder.reading:
                     return door
-                grant = yield from self._begin_read(admitted=1 - self.request.fair)
-                continue
-            grant = yield from self._at_door(door, self._read_at_door())
-            if grant is None:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
-                left = self.deadline - self.database.now()
+            elif (grant := (yield from self._at_door(door, self._read_at_door()))) is not None:
+                return grant
+            else:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
+                refused, left = Refused(), self.deadline - self.database.now()
                 if left > 0:
                     yield from sleep(self.database.store, min(next(growing), left))
                     continue
-                tries += 1
-                if not (yield from self._pause_of_a_try(tries, next(growing))):
-                    return Refused()
+            tries += 1
+            if not (yield from self._pause_of_a_try(tries, next(growing))):
+                return refused
         return grant
 
     def _read_at_door(self) -> Steps[Grant | None]:
@@ -200,15 +198,16 @@ class Sharing:
                 return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
 
     def _begin_write(self, door: Grant) -> Steps[tuple[list[Any] | None, Grant | None]]:
-        """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any."""
-        readers = yield from self._until_none(door, partial(self._readers, door))
-        return readers, (yield from self._whole(door)) if readers == [] else None
+        """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any.
 
-    def _whole(self, grant: Grant) -> Steps[Grant | None]:
-        """The tenure with a whole lease, unless the watchdog makes it whole at once; None if it was lost."""
-        if not grant.term or (self.request.starts_on_place_lease and self.database.now() < grant.late_from):
-            return grant
-        return (yield from self._accept(grant))
+        With a whole lease, unless the watchdog makes it whole at once.
+        """
+        readers = yield from self._until_none(door, partial(self._readers, door))
+        if readers != []:
+            return readers, None
+        if not door.term or (self.request.starts_on_place_lease and self.database.now() < door.late_from):
+            return readers, door
+        return readers, (yield from self._accept(door))
 
     def _accept(self, grant: Grant) -> Steps[Grant | None]:
         """The tenure, which counts from now on, with a whole lease; None if it was lost."""
@@ -238,16 +237,11 @@ class Sharing:
                 return list(rows)
             over: Parameters = {"names": json.dumps(ended, ensure_ascii=False)}
             _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.until, resend=True)
-            if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed
-                yield from self._find_server()
+            if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed, or keys are closed
                 return list(rows)
 
     def _listed(self, most: int) -> Steps[Rows]:
         return (yield from listed(self.database, self.request.key, most, self.until))
-
-    def _find_server(self) -> Steps[None]:
-        """After a refusal: where the server has started anew, or was promoted, a client has to find it first."""
-        _ = yield from epoch.closed_for(self.database, None, self.until)
 
     # -- permits
 
@@ -333,8 +327,6 @@ class Sharing:
                 free = [slot_of(str(row[0])) for row in rows if row[3] <= 0]
                 slots = [slot for slot in free if slot is not None and slot < semaphore.permits]
                 slots = random.sample(slots, min(2, len(slots)))
-        if slots:
-            yield from self._find_server()
         return None
 
     def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
@@ -357,7 +349,6 @@ class Sharing:
             if grant is not None:
                 got.append(grant)
             else:  # a transaction pins it, its row is changed at this moment, or keys are closed
-                yield from self._find_server()
                 others.append((name, None, 0, self.timing.grant_retry))
         return [] if len(got) == n else others
 
@@ -453,8 +444,3 @@ class Sharing:
             for grant in got:
                 grant.sent = sent
         return True
-
-
-def _writes(info: LockInfo | None) -> bool:
-    """Whether a writer has the door, by its row."""
-    return info is not None and info.state == "held" and not info.reading

@@ -43,31 +43,15 @@ class BaseGuarded(Generic[T]):
         self._withs: list[Begun] = []
         """The blocks without an end of their own: an ExitStack, or a call by hand, has begun them."""
 
-    @property
-    def key(self) -> str:
-        """The key of the lock, which a decorator formats."""
-        key: str = self._lock.key
-        return key
-
-    @property
-    def options(self) -> Any:
-        """Those of the lock."""
-        return self._lock.options
-
-    def _block(self) -> Any:
-        """The context manager of one block."""
-        raise NotImplementedError
-
     def _refuse(self) -> None:
         """Raise what forbids the transaction, before the lock is taken."""
 
-    def _begin(self, holds: list[Hold]) -> Any:
-        """Begin the transaction, guard it, give what the block gives, and end the transaction after `_committing`."""
-        raise NotImplementedError
+    def _refuse_function(self) -> None:
+        """Raise what forbids decoration."""
 
     def _ending(self, opened: list[Begun]) -> Begun:
         """The block that ends, of those `opened` for this end."""
-        return innermost(opened, getattr(self._lock, "keys", None) or [self.key])
+        return innermost(opened, getattr(self._lock, "keys", None) or [self._lock.key])
 
     def _refuse_anew(self) -> None:
         """Raise LockLost if a body further out has lost the lock, so that this block has taken another tenure.
@@ -85,23 +69,19 @@ class BaseGuarded(Generic[T]):
         for hold in holds:
             hold.committing = True
 
-    def _templates(self, function: Callable[..., Any]) -> Any:
-        """The key of the lock, or those of several, formatted for each call."""
-        return self._lock._templates(function)
-
-    def _for_call(self, template: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """A separate block for one call of a decorated function."""
+    def _for_call(self, lock: Any) -> Self:
+        """A separate block for one call of a decorated function, on the lock of that call."""
         block = copy(self)
-        block._lock, block._withs = self._lock._for_call(template, args, kwargs), []
+        block._lock, block._withs = lock, []
         return block
 
 
 class Guarded(BaseGuarded[T]):
     """A guarded block that blocks its thread: a `with`, or a decorator. Made by `atomic()` or `begin()`."""
 
-    if TYPE_CHECKING:
-
-        def _begin(self, holds: list[Hold]) -> Generator[T]: ...
+    def _begin(self, holds: list[Hold]) -> Generator[T]:
+        """Begin the transaction, guard it, give what the block gives, and end the transaction after `_committing`."""
+        raise NotImplementedError
 
     @contextmanager
     def _block(self) -> Generator[T]:
@@ -166,15 +146,16 @@ class Guarded(BaseGuarded[T]):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call is a guarded block; the key is formatted with the call's arguments."""
-        return decorated(self, function)
+        self._refuse_function()
+        return decorated(self._lock, function, self._for_call)
 
 
 class AsyncGuarded(BaseGuarded[T]):
     """A guarded block of an event loop: an `async with`, or a decorator. Made by `begin()`."""
 
-    if TYPE_CHECKING:
-
-        def _begin(self, holds: list[Hold]) -> AbstractAsyncContextManager[T]: ...
+    def _begin(self, holds: list[Hold]) -> AbstractAsyncContextManager[T]:
+        """The same, as an asynchronous context manager."""
+        raise NotImplementedError
 
     @asynccontextmanager
     async def _block(self) -> AsyncGenerator[T]:
@@ -230,7 +211,8 @@ class AsyncGuarded(BaseGuarded[T]):
 
     def __call__(self, function: AF) -> AF:
         """Decorate a coroutine function: each call is a guarded block; the key is formatted with its arguments."""
-        return adecorated(self, function)
+        self._refuse_function()
+        return adecorated(self._lock, function, self._for_call)
 
 
 def _committed(holds: Iterable[Hold]) -> None:

@@ -11,6 +11,7 @@ import inspect as python
 import re
 import string
 from collections.abc import Callable, Coroutine
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
@@ -43,16 +44,15 @@ class Template:
         bound: bool = False,
     ) -> None:
         _refuse_unguardable(function)
-        self._format, self._function, self._valid = key, function, valid
+        self._format, self.function, self._valid = key, function, valid
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(key) if name is not None]
         except ValueError as error:
             raise InvalidKey(f"the key {key!r} is not a format string: {error}", key=key) from error
         self._plain = not fields
         # A wrapper is called with the parameters of the wrapped function, or with its own.
-        self._signatures = [python.signature(function, follow_wrapped=follow) for follow in (True, False)]
-        if bound:
-            self._signatures = [_without_first(signature) for signature in self._signatures]
+        called = MethodType(function, self) if bound else function
+        self._signatures = [python.signature(called, follow_wrapped=follow) for follow in (True, False)]
         parameters = [each for signature in self._signatures for each in signature.parameters.values()]
         names = {parameter.name for parameter in parameters}
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -71,10 +71,10 @@ class Template:
         try:
             key = self._valid(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
         except (LookupError, AttributeError, ValueError) as error:
-            message = f"the key {self._format!r} of {_name(self._function)} cannot be formed from this call: {error}"
+            message = f"the key {self._format!r} of {_name(self.function)} cannot be formed from this call: {error}"
             raise InvalidKey(message, key=self._format) from error
         if _ADDRESS.search(key):
-            what = f"the key {key!r} of {_name(self._function)} has the address of an object in it"
+            what = f"the key {key!r} of {_name(self.function)} has the address of an object in it"
             raise InvalidKey(f"{what}, so that it excludes nobody: name an attribute, such as {{order.id}}", key=key)
         return key
 
@@ -93,14 +93,7 @@ class Template:
                 bound.apply_defaults()
                 return bound
         key = f"no key {self._format!r}" if self._format else "no key"
-        raise TypeError(f"{_name(self._function)} does not take these arguments ({why}), so there is {key} for them")
-
-
-def _without_first(signature: python.Signature) -> python.Signature:
-    first, *others = signature.parameters.values()
-    if first.kind is first.VAR_POSITIONAL:
-        return signature
-    return signature.replace(parameters=others)
+        raise TypeError(f"{_name(self.function)} does not take these arguments ({why}), so there is {key} for them")
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -108,10 +101,10 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: Any, function: F) -> F:
+def decorated(lock: Any, function: F, block: Callable[[Any], Any] | None = None) -> F:
     """`function`, each call of which holds a lock of its own, whose key is formatted with the arguments.
 
-    `lock`: one, several, a semaphore, a majority, or a guarded block on one or several.
+    `lock`: one, several, a semaphore or a majority; `block`: makes a guarded block on the lock of a call.
     """
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
@@ -121,7 +114,7 @@ def decorated(lock: Any, function: F) -> F:
     def locked(*args: Any, **kwargs: Any) -> Any:
         call, entered = lock._for_call(template, args, kwargs), False
         try:
-            with call:
+            with call if block is None else block(call):
                 entered = True
                 result = function(*args, **kwargs)
                 if python.iscoroutine(result):
@@ -136,7 +129,7 @@ def decorated(lock: Any, function: F) -> F:
     return cast("F", locked)
 
 
-def adecorated(lock: Any, function: AF) -> AF:
+def adecorated(lock: Any, function: AF, block: Callable[[Any], Any] | None = None) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
@@ -146,7 +139,7 @@ def adecorated(lock: Any, function: AF) -> AF:
     async def locked(*args: Any, **kwargs: Any) -> Any:
         call, entered = lock._for_call(template, args, kwargs), False
         try:
-            async with call:
+            async with call if block is None else block(call):
                 entered = True
                 return await function(*args, **kwargs)
         except LockTimeout as busy:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import weakref
@@ -20,24 +21,22 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar, Unpack
 
 from dblock.core import runtime, timing
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
-from dblock.core.holding.flow import Hold, nobody
-from dblock.core.lock import entering, operations
+from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
+from dblock.core.holding.flow import Block, Hold, is_over, nobody
+from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.candidacy import Candidacy
 from dblock.core.lock.locks import Awaiting, Blocking, Operations, refuse_interrupt, refuses, was_ours
 from dblock.core.log import warn
 from dblock.core.options import Callback, OfTenure, unknown_options
-from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, wait
+from dblock.core.protocol.steps import Cancel, Cancelled, Steps, call, undone, wait
 from dblock.core.runtime import current_flow
 from dblock.core.validation import valid_timeout
 from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 
 L = TypeVar("L", bound="BaseLeader")
-Body = Callable[[int], Any]
 
 TTL: Final = 15.0
 """Seconds after which another candidate is elected, by default, if the leader has died."""
@@ -65,6 +64,83 @@ class Term(NamedTuple):
 def _tell(this: Callable[[], Any], handler: Callable[..., Any], _lock: BaseLock, *given: object) -> None:
     if (leader := this()) is not None:
         _ = handler(leader, *given)
+
+
+class Candidacy:
+    """The claim of a leader object on the key, from its campaign to the end of the term.
+
+    Each has a lock and a flow of an object, which nothing else uses. So what ends a candidacy, or the term that it has
+    won, ends no other one, however late. Its flow holds the key from the election until the release is sent. Its driver
+    is the flow that campaigns for it, and runs the body of a block or of `run`; after `campaign()` the object alone
+    owns the term.
+
+    Rule: as long as its driver lives, the driver alone ends it. Whatever interrupts the driver's steps, nothing of the
+    candidacy is left.
+    """
+
+    def __init__(self, lock: BaseLock) -> None:
+        """It takes a copy of `lock`."""
+        self.lock = copy.copy(lock)
+        self.flow = self.lock._flow = runtime.current.flows.of_object(f"leader {lock.key}", self)
+        self.cancel = Cancel()
+        """Withdraws it before it is elected, which is then `over`; set once nobody may believe in its term."""
+
+    def leads(self) -> bool:
+        """Whether its term may be believed in, and no interrupt has ended the `with` that holds the key."""
+        hold = self.lock._hold_here()
+        return hold is not None and hold.can_be_released and not self.cancel.is_set and hold.lease.remaining() > 0
+
+    def is_driven(self) -> bool:
+        """Whether its driver has yet to end it, and can: its thread lives, or its task on an open event loop."""
+        hold = self.lock._hold_here()
+        return not is_over(self.flow.driver) and (hold is None or hold.can_be_released)
+
+    def is_to_end(self, error: BaseException | None) -> bool:
+        """Whether an error says that the term is over, or is to end, so that the next campaign is the answer to it."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self.is_to_end, error.exceptions))
+        told = isinstance(error, (LockLost, LockRevoked)) and error.key == self.lock.key
+        return told and (not self.leads() or self.lock.revoked is not None)
+
+    def drive(self, steps: Steps[object]) -> Steps[bool]:
+        """The steps of its driver, which is the flow that runs; True if their result is, so that the term goes on.
+
+        Unless it goes on nothing of it is left; it does not if it was withdrawn.
+        """
+        driver, goes_on = current_flow(), False
+        self.flow.driver = lambda: driver  # it is kept: its context may be gone before its body has ended
+        try:
+            with contextlib.suppress(Cancelled):
+                goes_on = bool((yield from undone(lambda: steps, functools.partial(self.end, warns=True))))
+        finally:  # also of steps that are closed, as nothing drives them
+            if not goes_on:
+                self._disbelieve()
+                self.flow.driver = nobody
+        return goes_on
+
+    def end(self, *, warns: bool = False) -> Steps[None]:
+        """End the term: release the key, unless another flow does. Raises LockLost if the term was over.
+
+        After another LockError the key is free once the lease has ended. With `warns` the log says that instead.
+        """
+        try:
+            self._disbelieve()
+            hold = self.lock._hold_here()
+            if hold is not None and self.flow.holds.pop((hold.store, hold.key), None) is hold:  # one flow gets it
+                yield from leaving.leave_block(self.lock, Block(hold.entries[0], hold))
+        except LockError as late:
+            if not warns:
+                raise
+            if not isinstance(late, LockLost):  # which has been logged
+                warn("could not end a term, which ends with its lease: %s", late)
+        finally:
+            self.flow.driver = nobody
+
+    def _disbelieve(self) -> None:
+        """Nobody believes in the term, nor relies on its lease."""
+        if (hold := self.lock._hold_here()) is not None:
+            hold.lease.renewing = False  # first: whatever interrupts this, it is renewed no more
+            self.cancel.set()
 
 
 class BaseLeader(Operations):
@@ -112,14 +188,12 @@ class BaseLeader(Operations):
     @property
     def term(self) -> int | None:
         """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
-        candidacy = self._candidacy
-        return candidacy.lock.fence if candidacy.leads() else None
+        return self._candidacy.lock.fence if self.is_leader else None
 
     @property
     def remaining(self) -> float:
         """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
-        candidacy = self._candidacy
-        return candidacy.lock.remaining if candidacy.leads() else 0.0
+        return self._candidacy.lock.remaining if self.is_leader else 0.0
 
     def check(self) -> None:
         """Raise LockLost unless this object surely leads, LockRevoked if it was asked to resign; no I/O."""
@@ -175,14 +249,14 @@ class BaseLeader(Operations):
     def _lead(self, candidacy: Candidacy, hold: Hold, does: Callable[[Any], object], given: object) -> Steps[None]:
         """Call a function; what it raises ends the term, and is raised unless it says only that the term is to end."""
         error = (yield from call(does, given)).error
-        if was_ours(hold, error) or candidacy.is_to_end(error):
-            candidacy.cancel.set()
-        elif error is not None:
-            yield from candidacy.finish()
-            try:
+        try:
+            if was_ours(hold, error) or candidacy.is_to_end(error):
+                candidacy.cancel.set()
+            elif error is not None:
+                yield from candidacy.end(warns=True)  # first: what a database raises here is no failed campaign
                 raise error
-            finally:
-                del error  # it refers to this frame
+        finally:
+            del error  # it refers to this frame
 
     # -- the methods
 
@@ -214,7 +288,7 @@ class BaseLeader(Operations):
                 return
             yield from wait(self._lock._place.store(), timing.DEFAULT.local_poll, Wakeup())
         with contextlib.suppress(LockLost):  # of a loss on_deposed and check() have told
-            _ = yield from candidacy.drive(candidacy.end())
+            yield from candidacy.end()
 
     def _who_leads(self) -> Steps[LockInfo | None]:
         info = yield from operations.inspect(self._lock)
@@ -230,11 +304,8 @@ class BaseLeader(Operations):
             if known is None or term.number != known.number:
                 return term
 
-    def _turn(self, candidacy: Candidacy, body: Body) -> Steps[None]:
-        """A turn of `run`: campaign, lead by calling the body, and resign.
-
-        A database that fails is asked again in the next turn.
-        """
+    def _turn(self, candidacy: Candidacy, body: Callable[[int], Any]) -> Steps[None]:
+        """A turn of `run`: campaign, lead by calling the body, and resign."""
         try:
             hold = yield from self._elect(candidacy, None)
         except LockStoreError as away:
@@ -245,7 +316,7 @@ class BaseLeader(Operations):
                 raise
         else:
             yield from self._lead(candidacy, hold, body, hold.tenure.fence)
-            yield from candidacy.finish()
+            yield from candidacy.end(warns=True)
 
     def _enter(self, candidacy: Candidacy, its: Loaded) -> Steps[bool]:
         """Begin the block of a `with`, which has loaded `its`."""
@@ -256,13 +327,12 @@ class BaseLeader(Operations):
         its.opened.append((current_flow().ref, candidacy))
         return True
 
-    def _exit(self, opened: list[Any]) -> Steps[None]:
+    def _exit(self, opened: list[tuple[Callable[[], Any], Candidacy]]) -> Steps[None]:
         """End the block of a `with`; `opened`: the blocks of its end."""
-        block = innermost(opened, [self.name], "make a db_leader() for each block")
-        opened.remove(block)
-        candidacy: Candidacy = block[1]
+        flow, candidacy = innermost(opened, [self.name], "make a db_leader() for each block")
+        opened.remove((flow, candidacy))
         hold = candidacy.lock._hold_here()
-        _ = yield from candidacy.drive(candidacy.end())
+        yield from candidacy.end()
         if hold is not None and hold.interrupted:
             raise LockError(f"the term of {self.name!r} was ended by resign()")
 
@@ -304,8 +374,7 @@ class SyncLeader(BaseLeader, Blocking):
         """
         known: Term | None = None
         while True:
-            known = term = self._drive(self._next_term(known, every))
-            yield term
+            yield (known := self._drive(self._next_term(known, every)))
 
     def run(self, body: Callable[[int], None]) -> Callable[[], None]:
         """Decorate `body(term)`: the result campaigns, leads by calling `body`, resigns, and begins anew.
@@ -359,8 +428,7 @@ class AsyncLeader(BaseLeader, Awaiting):
         """Yield the present `Term`, then each change of it, also that nobody leads; without end."""
         known: Term | None = None
         while True:
-            known = term = await self._adrive(self._next_term(known, every))
-            yield term
+            yield (known := await self._adrive(self._next_term(known, every)))
 
     def run(
         self: BaseLeader, body: Callable[[int], Coroutine[Any, Any, None]]

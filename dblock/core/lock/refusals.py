@@ -23,7 +23,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
     key, timeout = lock.key, lock._timeout
     waited = f"within {timeout:g} s" if timeout else "at one try"
-    found, busy, _ = refused
+    found, busy = refused.holder, refused.busy
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
@@ -73,8 +73,8 @@ def _permits_held(lock: BaseLock) -> Steps[str]:
 
 def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     """What is to be said of a key that is closed since a failover; empty for any other key."""
-    found, busy, _ = refused
-    if busy is not None or (found is not None and found.state == "held"):
+    found = refused.holder
+    if refused.busy is not None or (found is not None and found.state == "held"):
         return ""
     database = lock._place.store().database
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)

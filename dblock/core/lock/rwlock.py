@@ -5,7 +5,6 @@ Rule: a flow that writes may read, and then holds the one tenure twice. A flow t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.sharing import Sharing, held_shares
+from dblock.core.acquire.sharing import Sharing, held_shares, leave_shares
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
@@ -108,10 +107,8 @@ def downgrade(lock: Writes) -> Steps[None]:
     _ = lock._surely_held()
     if hold.deferred:
         raise LockError(f"{lock._key!r} cannot be downgraded while a transaction keeps it", key=lock._key)
-    watchdog, flow = runtime.current.watchdog, hold.flow()
-    if flow is None:
-        raise lock._not_held("downgrade")
-    attempt = entering.attempt_of(lock, hold.store, flow, None)
+    watchdog, site = runtime.current.watchdog, runtime.current.site(hold.store)
+    attempt = entering.attempt_of(lock, hold.store, hold.flow() or lock._running_flow(), None)
     attempt.request = attempt.request._replace(ttl=hold.lease.ttl, life=hold.lease.life)
     sharing, growing = Sharing(attempt), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
@@ -121,10 +118,8 @@ def downgrade(lock: Writes) -> Steps[None]:
             raise lock._lost(hold)
         yield from sleep(hold.store, next(growing))
     if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
-        with contextlib.suppress(LockError):
-            _ = yield from handover.end(runtime.current.site(hold.store), grant)
-        watchdog.announce(hold)
+        yield from leave_shares(site, [grant])
         raise lock._lost(hold)
     written = hold.exchange(grant)
     _ = watchdog.add(hold)
-    _ = yield from handover.pass_on(runtime.current.site(hold.store), written)
+    _ = yield from handover.pass_on(site, written)
