@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -120,7 +119,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
-        from sqlalchemy_dblock import create_tables, db_lock, db_rwlock, db_semaphore  # noqa: PLC0415
+        from sqlalchemy_dblock import create_tables  # noqa: PLC0415
         from sqlalchemy_dblock.store import described, store_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
@@ -145,15 +144,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
     except ArgumentError as error:
         raise ValueError(f"no URL as SQLAlchemy wants it, postgresql+psycopg://user@host/name: {error}") from None
     try:
-        yield Context(
-            store,
-            partial(db_lock, engine),
-            partial(db_rwlock, engine),
-            partial(db_semaphore, engine),
-            lambda: create_tables(engine),
-            (SQLAlchemyError,),
-            described(engine.url),
-        )
+        yield Context(engine, store, lambda: create_tables(engine), (SQLAlchemyError,), described(engine.url))
     finally:
         engine.dispose()
 

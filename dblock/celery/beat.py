@@ -34,10 +34,11 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery import states
-from dblock.celery.faces import made_of, valid_engine
+from dblock.celery.options import engine_of
 from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
+from dblock.faces import made
 
 if TYPE_CHECKING:
     from dblock.core.lock.leading import SyncLeader
@@ -168,8 +169,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         super().setup_schedule()
 
     def _new_leader(self) -> SyncLeader:
-        engine, options = valid_engine(type(self).engine), {} if self.using is None else {"using": self.using}
-        leader: SyncLeader = made_of(engine, "db_leader", self._key, ttl=self.lock_ttl, **options)
+        engine = engine_of(type(self).engine)
+        bind = self.using if engine is None else engine
+        leader: SyncLeader = made(bind, "db_leader", self._key, ttl=self.lock_ttl)
         return leader
 
     def _tenure(self) -> tuple[Database, str, int]:

@@ -19,6 +19,7 @@ from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
+from dblock.faces import made
 from dblock.operating.commands.console import say, say_json, span
 from dblock.operating.commands.context import Context
 
@@ -150,7 +151,7 @@ def probe(context: Context) -> Seen:
     """A key is taken and released, as all locks are."""
     began = time.monotonic()
     try:
-        with context.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None):
+        with made(context.bind, "db_lock", DOCTOR, ttl=10, timeout=2, slow_wait=None):
             taken = time.monotonic()
         took, gave = 1000 * (taken - began), 1000 * (time.monotonic() - taken)
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"
