@@ -178,7 +178,7 @@ def _kind(info: LockInfo) -> list[tuple[str, str]]:
 
 
 def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
-    held = truly_held(event, events) if event.kind == "lost" else event.seconds
+    held = truly_held(event, events)
     long = f"{_SPENT[event.kind]} {span(held)}" if event.kind in _SPENT else "-"
     if event.seconds - held >= 0.1:
         long += f", noticed {span(event.seconds - held)} later"
