@@ -116,11 +116,10 @@ class Metrics:
         if self._settling.acquire(timeout=SCRAPE):
             self._settle()
         closed = GaugeMetricFamily("dblock_quarantine_seconds", QUARANTINE, labels=["database"])
-        for database, seconds in runtime.current.quarantines():
-            closed.add_metric([database], seconds)
         missing = GaugeMetricFamily("dblock_majority_missing", MISSING, labels=["database"])
-        for database, is_missing in asking.missing().items():
-            missing.add_metric([database], is_missing)
+        for gauge, values in ((closed, runtime.current.quarantines()), (missing, asking.missing().items())):
+            for database, value in values:
+                gauge.add_metric([database], value)
         return [closed, missing]
 
     def describe(self) -> list[Metric]:

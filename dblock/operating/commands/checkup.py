@@ -43,7 +43,6 @@ class Finding(NamedTuple):
 
 
 STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
-_MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 Seen = Iterator[tuple[bool, str]]
 """What a check has seen, and whether it is as it should be; nothing where it does not concern the database."""
 
@@ -65,7 +64,8 @@ def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -
         say_json([each._asdict() for each in found])
     else:
         for each in found:
-            say(printable(f"{_MARKS[each.level]}  {each.check}: {each.text}"))
+            mark = each.level.upper() if STATUS[each.level] else each.level
+            say(printable(f"{mark:<7}  {each.check}: {each.text}"))
             if each.hint:
                 say(printable(f"         {each.hint}"))
         bad = [each for each in found if STATUS[each.level]]

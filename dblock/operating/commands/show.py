@@ -17,7 +17,7 @@ from typing import Any
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol.drive import drive
 from dblock.core.text import printable
-from dblock.core.values import SHARE, KeyKind, LockInfo
+from dblock.core.values import SHARE, KeyKind
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo, Surveyed, truly_held
 from dblock.operating.commands.console import (
@@ -138,7 +138,10 @@ def _counted(rows: Iterable[Surveyed], shares: Counter[str]) -> Iterator[Surveye
 
 def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     info, row = surveyed.info, lock_row(surveyed)
-    facts = [("key", info.key), *_kind(info), ("state", row[1] + _MORE.get(surveyed.state, ""))]
+    facts = [("key", info.key)]
+    if info.kind:  # no plain lock
+        facts.append(("kind", f"{'a share of ' if SHARE in info.key else ''}{KeyKind(info.kind)}"))
+    facts.append(("state", row[1] + _MORE.get(surveyed.state, "")))
     if surveyed.pinned:
         name = "pinned by" if surveyed.state == "pinned" else "guarded by"
         for pin in surveyed.pinned.pins:
@@ -169,12 +172,6 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     if info.renewed is not None:
         facts.append(("renewed", f"{span(info.renewed)} ago"))
     return [*facts, ("asked back", info.revoked)] if info.revoked is not None else facts
-
-
-def _kind(info: LockInfo) -> list[tuple[str, str]]:
-    """What the key is used for, if that is no plain lock."""
-    share = "a share of " if SHARE in info.key else ""
-    return [("kind", f"{share}{KeyKind(info.kind)}")] if info.kind else []
 
 
 def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
