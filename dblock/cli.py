@@ -125,7 +125,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
     names = {"dblock_prefix": options.prefix, "dblock_schema": options.schema or None}
     try:
-        engine = create_engine(options.url, execution_options={name: value for name, value in names.items() if value})
+        engine = create_engine(options.url, execution_options=names)
         if engine.dialect.is_async:
             drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
             other = drivers.get(engine.dialect.name, "mysql+pymysql")
