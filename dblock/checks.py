@@ -298,7 +298,7 @@ def check_tables(connection: BaseDatabaseWrapper) -> Found:
             yield _told("E005", f"The table `{table}` in database {connection.alias!r} is another application's.")
         elif table not in there and not router.allow_migrate_model(connection.alias, model):
             fine = False
-            text = f"Database {connection.alias!r} has no table `{table}`, and DATABASE_ROUTERS keep migrate from it."
+            text = f"Database {connection.alias!r} has no table `{table}`, and DATABASE_ROUTERS let migrate make none."
             yield _told("E008", text)
     table = Lock._meta.db_table
     if fine and table in there and _would_make_anew(Lock, connection):

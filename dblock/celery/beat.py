@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from celery import beat
 from celery.utils.log import get_logger
@@ -36,13 +36,11 @@ from kombu.exceptions import OperationalError
 from dblock.celery import states
 from dblock.celery.options import engine_of
 from dblock.core.errors import LockError, LockLost, LockRevoked
+from dblock.core.lock.leading import SyncLeader
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import Database
 from dblock.faces import made
-
-if TYPE_CHECKING:
-    from dblock.core.lock.leading import SyncLeader
-    from dblock.core.protocol.sending import Database
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""

@@ -19,6 +19,7 @@ from kombu.utils.json import dumps
 
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
+from dblock.core.lock.locks import SyncLock
 from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
@@ -27,8 +28,6 @@ from dblock.faces import made
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-
-    from dblock.core.lock.locks import SyncLock
 
 OnBusy = Literal["retry", "wait", "skip", "raise"]
 Scope = Literal["run", "queue", "both"]
