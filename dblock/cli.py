@@ -55,18 +55,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 _DRIVERS: Final = {
-    "postgres": ("postgresql", "psycopg"),
-    "postgresql": ("postgresql", "psycopg"),
-    "mysql": ("mysql", "pymysql"),
-    "mariadb": ("mariadb", "pymysql"),
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "mysql": "mysql+pymysql",
+    "mariadb": "mariadb+pymysql",
 }
 
 
 def _with_driver(url: str) -> str:
     """The URL; if it names no driver, as those of platforms do, with the driver of our extras, if that is there."""
     kind, separator, rest = url.partition("://")
-    database, driver = _DRIVERS.get(kind, (kind, ""))
-    return f"{database}+{driver}{separator}{rest}" if driver and importlib.util.find_spec(driver) else url
+    ours = _DRIVERS.get(kind, "")
+    return f"{ours}{separator}{rest}" if ours and importlib.util.find_spec(ours.partition("+")[2]) else url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,8 +127,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
     try:
         engine = create_engine(options.url, execution_options=names)
         if engine.dialect.is_async:
-            drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
-            other = drivers.get(engine.dialect.name, "mysql+pymysql")
+            other = _DRIVERS.get(engine.dialect.name, "sqlite")
             raise ValueError(f"{engine.dialect.driver} is a driver for asyncio: name another one, {other}://..., say")
         file = engine.url.database if engine.dialect.name == "sqlite" else None
         creates = getattr(options, "create_tables", False)
