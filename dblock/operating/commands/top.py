@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,19 +29,15 @@ class Rates:
     """How often keys change hands, as far as samples show: a tenure that begins and ends between two is not seen."""
 
     fences: dict[str, int] = field(default_factory=dict)
-    changes: deque[tuple[float, str]] = field(default_factory=deque)
+    changes: list[tuple[float, str]] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
 
     def sample(self, rows: list[Surveyed]) -> None:
         """Look at who holds what now."""
-        now = time.monotonic()
-        for row in rows:
-            before = self.fences.get(row.info.key)
-            if before is not None and before != row.info.fence:
-                self.changes.append((now, row.info.key))
-        self.fences.update({row.info.key: row.info.fence for row in rows})
-        while self.changes and self.changes[0][0] < now - WINDOW:
-            _ = self.changes.popleft()
+        now, fences = time.monotonic(), {row.info.key: row.info.fence for row in rows}
+        self.changes = [(at, key) for at, key in self.changes if at >= now - WINDOW]
+        self.changes += [(now, key) for key, fence in fences.items() if self.fences.get(key, fence) != fence]
+        self.fences |= fences
 
     def rate(self, key: str | None = None) -> float:
         """New tenures a second, of one key or of all."""
