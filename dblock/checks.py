@@ -97,28 +97,6 @@ def _told(name: str, text: str, alias: str = "") -> CheckMessage:
     return (Error if name.startswith("E") else Warning)(text, hint=hint, id=f"dblock.{name}")
 
 
-def _check(
-    *tags: str, locks: bool = False, **options: Any
-) -> Callable[[Callable[..., Found]], Callable[..., list[CheckMessage]]]:
-    """Register a function as a system check.
-
-    With `locks` it gets the connection where the locks live, and is not called if the settings do not say so.
-    """
-
-    def registered(look: Callable[..., Found]) -> Callable[..., list[CheckMessage]]:
-        def check(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> list[CheckMessage]:
-            if not locks:
-                return list(look())
-            connection = _locks_connection()
-            asked = connection is not None and ("database" not in tags or connection.alias in (databases or ()))
-            return list(look(connection)) if asked else []
-
-        made: Callable[..., list[CheckMessage]] = register("dblock", *tags, **options)(check)
-        return made
-
-    return registered
-
-
 _READ: Final[tuple[Callable[[], object], ...]] = (
     *(conf.ttl, conf.timeout, conf.slow_wait, conf.history, conf.quarantine, conf.tables),
     lambda: valid_retention(conf.settings().RETENTION),
@@ -127,8 +105,8 @@ _READ: Final[tuple[Callable[[], object], ...]] = (
 """What reads a setting, and raises for a bad value."""
 
 
-@_check()
-def check_settings() -> Found:
+@register("dblock")
+def check_settings(app_configs: Any = None, **_: Any) -> Found:
     """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database."""
     given: Any = conf.given()
     if not isinstance(given, dict):
@@ -138,7 +116,7 @@ def check_settings() -> Found:
         yield _told("E001", f"DBLOCK has no setting {name!r}.")
     for read in _READ:
         try:
-            _ = read()
+            read()
         except (TypeError, ValueError, ImproperlyConfigured) as error:
             yield _told("E002", f"{error}.")
     if not isinstance(given.get("LISTEN", True), bool):
@@ -150,8 +128,8 @@ def check_settings() -> Found:
         yield _told("E004", f"DBLOCK['USING'] is {connections[alias].display_name}.")
 
 
-@_check()
-def check_settings_of_databases() -> Found:
+@register("dblock")
+def check_settings_of_databases(app_configs: Any = None, **_: Any) -> Found:
     """W002: transactions that `release="auto"` cannot see. W007: snapshots that are older than any lock of a view.
 
     W003: routers, which might send two processes to two databases.
@@ -173,9 +151,11 @@ def check_settings_of_databases() -> Found:
             )
 
 
-@_check(locks=True)
-def check_database(connection: BaseDatabaseWrapper) -> Found:
+@register("dblock")
+def check_database(app_configs: Any = None, **_: Any) -> Found:
     """E006: a schema where there are none. E007: sessions that only read. W011: leases that outlast the quarantine."""
+    if (connection := _locks_connection()) is None:
+        return
     with contextlib.suppress(ImproperlyConfigured):  # E002
         if conf.tables().schema and connection.vendor != "postgresql":
             text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
@@ -198,24 +178,27 @@ _READ_ONLY = re.compile(
 """The ways in which `NAME` and `OPTIONS` ask each database for that; of several values of a setting the last counts."""
 
 
-def _locks_connection() -> BaseDatabaseWrapper | None:
-    """Where the locks live; None if the settings do not say so, which is told elsewhere."""
+def _locks_connection(among: Collection[str] | None = None) -> BaseDatabaseWrapper | None:
+    """Where the locks live, if it is among these; None if the settings do not say so, which is told elsewhere."""
     from dblock.place import default_alias  # noqa: PLC0415 - needs the settings
 
     using = conf.settings().USING
     if not isinstance(conf.given(), dict) or (using is not None and using not in connections):
         return None
     connection = connections[default_alias()]
-    return connection if connection.vendor in DIALECTS else None
+    asked = among is None or connection.alias in among
+    return connection if asked and connection.vendor in DIALECTS else None
 
 
-@_check(locks=True, deploy=True)
-def check_deployment(connection: BaseDatabaseWrapper) -> Found:
+@register("dblock", deploy=True)
+def check_deployment(app_configs: Any = None, **_: Any) -> Found:
     """What is fine in development only.
 
     W005: nothing is known to delete the rows of keys that nobody uses any more. W006: a pooler and LISTEN. W008: locks
     in memory. W009: an implausible ttl.
     """
+    if (connection := _locks_connection()) is None:
+        return
     if conf.settings().REAP_EVERY is None and not _is_reaped():
         text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
         yield _told("W005", text)
@@ -258,13 +241,14 @@ def _is_reaped() -> bool:
     return False
 
 
-@_check("database", locks=True)
-def check_file(connection: BaseDatabaseWrapper) -> Found:
+@register("dblock", "database")
+def check_file(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> Found:
     """W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
 
     W004: one where a transaction that has read may find that it cannot write any more.
     """
-    if connection.vendor != "sqlite" or connection.is_in_memory_db():  # type: ignore[attr-defined]
+    connection: Any = _locks_connection(databases or ())
+    if connection is None or connection.vendor != "sqlite" or connection.is_in_memory_db():
         return
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
@@ -280,8 +264,8 @@ def check_file(connection: BaseDatabaseWrapper) -> Found:
         )
 
 
-@_check("database", locks=True)
-def check_tables(connection: BaseDatabaseWrapper) -> Found:
+@register("dblock", "database")
+def check_tables(app_configs: Any = None, databases: Collection[str] | None = None, **_: Any) -> Found:
     """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
 
     W010: tables that are ours, of which migrate does not know. In a schema of our own, whose tables Django does not
@@ -289,6 +273,8 @@ def check_tables(connection: BaseDatabaseWrapper) -> Found:
     """
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
 
+    if (connection := _locks_connection(databases or ())) is None:
+        return
     with connection.cursor() as cursor:
         there = connection.introspection.table_names(cursor)
     fine = True
