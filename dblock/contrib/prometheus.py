@@ -78,7 +78,6 @@ class Metrics:
         self._settling = threading.Lock()
         self._series: dict[tuple[str, str, str, str | None], Callable[[float], None]] = {}
         """By metric, database, group and word; kept, since the client looks labels up under a lock and as texts."""
-        self._begun = set[tuple[str, str]]()
         registry.register(self)  # first, so that it is asked first
         of, where = ("database",), ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
@@ -129,10 +128,8 @@ class Metrics:
     def _settle(self) -> None:
         """Count, one event after the other: only one flow at a time does, and the others go on."""
         try:
-            while True:
+            while self._pending:
                 self._count(self._pending.popleft())
-        except IndexError:
-            return
         finally:
             self._settling.release()
 
@@ -142,18 +139,16 @@ class Metrics:
         self._pending.clear()
         self._settling = threading.Lock()
         self._series.clear()
-        self._begun.clear()
         self._metrics["held"].clear()
         self._metrics["waiting"].clear()
 
     def _count(self, event: Event) -> None:
         where = event.database, self._groups.of(event.key) if event.key else ""
-        if event.key and where not in self._begun:
-            self._begun.add(where)
-            self._begin(*where)
         for name, amount, word in counted(event, self._tenures):
             add = self._series.get((name, *where, word))
             if add is None:
+                if event.key:
+                    self._begin(*where)
                 given = dict(zip(("database", "group"), where, strict=True))
                 metric = self._metrics[name]
                 child = metric.labels(*(given.get(label, word) for label in metric._labelnames))
