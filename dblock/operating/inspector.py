@@ -71,8 +71,8 @@ class ReasonForm(forms.Form):
 class Ending(NamedTuple):
     """What can be done to a tenure."""
 
-    permission: str
-    """Also the name of the template, which says what will happen to whom."""
+    template: str
+    """What will happen to whom."""
     end: Callable[[Any, str, int, str], Steps[bool]]
     title: StrPromise
     done: StrPromise
@@ -101,25 +101,26 @@ class Inspector(_ModelAdmin):
     def get_urls(self) -> list[URLPattern]:
         """Those of ours come first: a key that is called as one of them has a slash behind it."""
 
-        def page(route: str, name: str, view: Callable[..., HttpResponse]) -> URLPattern:
-            return path(route, self.admin_site.admin_view(view), name=f"dblock_lock_{name}")
+        def page(route: str, name: str, needs: str, view: Callable[..., HttpResponse]) -> URLPattern:
+            def allowed(request: HttpRequest, **given: str) -> HttpResponse:
+                if not self.may(request, needs):
+                    raise PermissionDenied
+                return view(request, **given)
+
+            return path(route, self.admin_site.admin_view(allowed), name=f"dblock_lock_{name}")
 
         return [
-            page("waiters/", "waiters", self.waiters_view),
-            page("events/", "events", self.events_view),
-            page("reap/", "reap", self.reap_view),
-            page("<path:object_id>/release/", "release", partial(self._end, ending=FORCE_RELEASE)),
-            page("<path:object_id>/revoke/", "revoke", partial(self._end, ending=REVOKE)),
+            page("waiters/", "waiters", "", self.waiters_view),
+            page("events/", "events", "", self.events_view),
+            page("reap/", "reap", "reap", self.reap_view),
+            page("<path:object_id>/release/", "release", "force_release", partial(self._end, ending=FORCE_RELEASE)),
+            page("<path:object_id>/revoke/", "revoke", "revoke", partial(self._end, ending=REVOKE)),
             *super().get_urls(),
         ]
 
-    def may(self, request: HttpRequest, what: str) -> bool:
-        """Whether the user has that permission of ours, and may see locks."""
-        return self.has_view_permission(request) and request.user.has_perm(f"dblock.{what}_lock")
-
-    def _demand(self, request: HttpRequest, what: str) -> None:
-        if not self.may(request, what):
-            raise PermissionDenied
+    def may(self, request: HttpRequest, what: str = "") -> bool:
+        """Whether the user may see locks, and has that permission of ours."""
+        return self.has_view_permission(request) and (not what or request.user.has_perm(f"dblock.{what}_lock"))
 
     def _page(self, request: HttpRequest, template: str, title: str, **context: Any) -> TemplateResponse:
         known = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, "title": title}
@@ -128,7 +129,6 @@ class Inspector(_ModelAdmin):
     # -- ending a tenure, or asking for it back
 
     def _end(self, request: HttpRequest, object_id: str, ending: Ending) -> HttpResponse:
-        self._demand(request, ending.permission)
         key = unquote(object_id)
         row = self.get_object(request, key)
         if row is None:
@@ -155,7 +155,7 @@ class Inspector(_ModelAdmin):
         names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
         told = {"object": row, "form": form, "back": back, "but": but, "facts": facts, "waits": waits}
-        return self._page(request, ending.permission, str(ending.title), **told)
+        return self._page(request, ending.template, str(ending.title), **told)
 
     def _told(self, request: HttpRequest, end: Steps[bool]) -> bool:
         """Whether it was done; if not, the user is told why."""
@@ -180,7 +180,6 @@ class Inspector(_ModelAdmin):
 
     def reap_view(self, request: HttpRequest) -> HttpResponse:
         """Delete what nobody uses any more."""
-        self._demand(request, "reap")
         back = self._address("changelist")
         if request.method == "POST":
             reaped = Future[int]()
@@ -207,8 +206,6 @@ class Inspector(_ModelAdmin):
 
     def waiters_view(self, request: HttpRequest) -> HttpResponse:
         """Who waits, for whatever key, those first who have waited for the longest."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         store = store_for(default_alias())
         found = drive(administration.all_waiters(store, SHOWN + 1))
         more, found = SHOWN if len(found) > SHOWN else 0, found[:SHOWN]
@@ -221,8 +218,6 @@ class Inspector(_ModelAdmin):
 
     def events_view(self, request: HttpRequest) -> HttpResponse:
         """What happened last, to whatever key, where a history is kept."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         found = self.history(request, administration.all_events(store_for(default_alias()), SHOWN))
         return self._page(request, "history", _("What happened"), events=told(found))
 
