@@ -50,7 +50,6 @@ def ls(context: Context, options: Namespace) -> int:
     """List the keys that somebody holds; 0."""
     pattern: str = options.pattern
     fits = re.compile(fnmatch.translate(pattern)).match
-    closed = ""
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     shares = Counter[str]()
     rows = (row for row in _counted(context.survey(prefix, free=options.all), shares) if fits(row.info.key))
@@ -67,9 +66,8 @@ def ls(context: Context, options: Namespace) -> int:
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
     with contextlib.suppress(LockStoreError):
-        closed = context.closed()
-    if closed:
-        complain(f"{context.where} was {closed}")
+        if closed := context.closed():
+            complain(f"{context.where} was {closed}")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0
