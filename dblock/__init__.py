@@ -10,65 +10,17 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from dblock.core.errors import (
-        InvalidKey,
-        InvalidToken,
-        LockDeadlock,
-        LockError,
-        LockLost,
-        LockNotHeld,
-        LockRevoked,
-        LockStoreError,
-        LockTimeout,
-        LockUpgradeRefused,
-        PermitNotHeld,
-        PoolExhausted,
-        StaleSnapshot,
-        StoreBusy,
-        StoreConflict,
-        StoreLocked,
-        StoreReadOnly,
-        StoreUnanswered,
-        StoreUnreachable,
-        SynchronousOnlyOperation,
-        UnsupportedDatabase,
-        WrongKind,
-    )
+if TYPE_CHECKING:  # where type checkers find the names of `__all__`
+    from dblock.core.errors import *
     from dblock.core.observing.observers import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
-    from dblock.kinds import (
-        Locks,
-        Permit,
-        ReadLock,
-        WriteLock,
-        acheck_sequencer,
-        areap,
-        arelease_all,
-        check_sequencer,
-        db_leader,
-        db_lock,
-        db_locks,
-        db_rwlock,
-        db_semaphore,
-        reap,
-        release_all,
-    )
+    from dblock.kinds import *
     from dblock.majority.protocol import QuorumUnavailable
     from dblock.place import Lock
     from dblock.quorum import QuorumLock, db_quorum_lock
-    from dblock.signals import (
-        lock_acquired,
-        lock_at_risk,
-        lock_contended,
-        lock_forced,
-        lock_gave_up,
-        lock_lost,
-        lock_reaped,
-        lock_released,
-    )
+    from dblock.signals import *
 
 __version__ = "1.0.0"
 

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -57,18 +56,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 _DRIVERS: Final = {
-    "postgres": ("postgresql", "psycopg"),
-    "postgresql": ("postgresql", "psycopg"),
-    "mysql": ("mysql", "pymysql"),
-    "mariadb": ("mariadb", "pymysql"),
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "mysql": "mysql+pymysql",
+    "mariadb": "mariadb+pymysql",
 }
 
 
 def _with_driver(url: str) -> str:
     """The URL; if it names no driver, as those of platforms do, with the driver of our extras, if that is there."""
     kind, separator, rest = url.partition("://")
-    database, driver = _DRIVERS.get(kind, (kind, ""))
-    return f"{database}+{driver}{separator}{rest}" if driver and importlib.util.find_spec(driver) else url
+    ours = _DRIVERS.get(kind, "")
+    return f"{ours}{separator}{rest}" if ours and importlib.util.find_spec(ours.partition("+")[2]) else url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,16 +120,15 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
-        from sqlalchemy_dblock import create_tables, db_lock, db_rwlock, db_semaphore  # noqa: PLC0415
+        from sqlalchemy_dblock import create_tables  # noqa: PLC0415
         from sqlalchemy_dblock.store import described, store_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
     names = {"dblock_prefix": options.prefix, "dblock_schema": options.schema or None}
     try:
-        engine = create_engine(options.url, execution_options={name: value for name, value in names.items() if value})
+        engine = create_engine(options.url, execution_options=names)
         if engine.dialect.is_async:
-            drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
-            other = drivers.get(engine.dialect.name, "mysql+pymysql")
+            other = _DRIVERS.get(engine.dialect.name, "sqlite")
             raise ValueError(f"{engine.dialect.driver} is a driver for asyncio: name another one, {other}://..., say")
         file = engine.url.database if engine.dialect.name == "sqlite" else None
         creates = getattr(options, "create_tables", False)
@@ -146,15 +144,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
     except ArgumentError as error:
         raise ValueError(f"no URL as SQLAlchemy wants it, postgresql+psycopg://user@host/name: {error}") from None
     try:
-        yield Context(
-            store,
-            partial(db_lock, engine),
-            partial(db_rwlock, engine),
-            partial(db_semaphore, engine),
-            lambda: create_tables(engine),
-            (SQLAlchemyError,),
-            described(engine.url),
-        )
+        yield Context(engine, store, lambda: create_tables(engine), (SQLAlchemyError,), described(engine.url))
     finally:
         engine.dispose()
 

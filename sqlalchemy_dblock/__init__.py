@@ -8,57 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dblock.core.errors import (
-    InvalidKey,
-    InvalidToken,
-    LockDeadlock,
-    LockError,
-    LockLost,
-    LockNotHeld,
-    LockRevoked,
-    LockStoreError,
-    LockTimeout,
-    LockUpgradeRefused,
-    PermitNotHeld,
-    PoolExhausted,
-    StaleSnapshot,
-    StoreBusy,
-    StoreConflict,
-    StoreLocked,
-    StoreReadOnly,
-    StoreUnanswered,
-    StoreUnreachable,
-    SynchronousOnlyOperation,
-    UnsupportedDatabase,
-    WrongKind,
-)
-from dblock.core.tokens import Sequencer
-from dblock.core.values import LockInfo
+from dblock.core import errors as _errors
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # where type checkers find the names of `__all__`
+    from dblock.core.errors import *
     from dblock.core.observing.observers import observe
+    from dblock.core.tokens import Sequencer
+    from dblock.core.values import LockInfo
     from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
-    from sqlalchemy_dblock.kinds import (
-        AsyncLocks,
-        AsyncPermit,
-        AsyncReadLock,
-        AsyncWriteLock,
-        Locks,
-        Permit,
-        ReadLock,
-        WriteLock,
-        attach,
-        check_sequencer,
-        db_leader,
-        db_lock,
-        db_locks,
-        db_rwlock,
-        db_semaphore,
-        reap,
-        release_all,
-    )
+    from sqlalchemy_dblock.kinds import *
     from sqlalchemy_dblock.place import AsyncLock, Lock
     from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
@@ -128,10 +88,12 @@ _HOMES = {
     **dict.fromkeys(("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"), "sqlalchemy_dblock.quorum"),
     **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
     "create_tables": "sqlalchemy_dblock.creating",
+    "LockInfo": "dblock.core.values",
     "QuorumUnavailable": "dblock.majority.protocol",
+    "Sequencer": "dblock.core.tokens",
     "observe": "dblock.core.observing.observers",
 }
-"""Modules that are loaded when one of their names is used; all other names are in `sqlalchemy_dblock.kinds`."""
+"""Modules of the names that are neither errors nor in `sqlalchemy_dblock.kinds`; loaded when a name is used."""
 
 
 if not TYPE_CHECKING:  # type checkers see every name
@@ -139,7 +101,8 @@ if not TYPE_CHECKING:  # type checkers see every name
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = importlib.import_module(_HOMES.get(name, "sqlalchemy_dblock.kinds"))
+        is_error = hasattr(_errors, name)
+        home = _errors if is_error else importlib.import_module(_HOMES.get(name, "sqlalchemy_dblock.kinds"))
         value = globals()[name] = getattr(home, name)
         return value
 

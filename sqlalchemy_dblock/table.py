@@ -31,6 +31,7 @@ from sqlalchemy.types import TypeEngine
 
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Tables
+from dblock.core.statements.common import WHO
 from dblock.core.statements.mysql import COLLATIONS
 from dblock.core.validation import valid_tables
 
@@ -82,9 +83,7 @@ def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
 
 def _whose() -> list[Column[Any]]:
     """Whose row it is."""
-    names = ("label", "host", "thread", "program", "celery_task_id")
-    texts: list[Column[Any]] = [Column(name, _exact(255), nullable=False) for name in names]
-    return [*texts[:2], Column("pid", Integer, nullable=False), *texts[2:]]
+    return [Column(name, Integer if name == "pid" else _exact(255), nullable=False) for name in WHO.split(", ")]
 
 
 def _add_locks(made: MetaData, prefix: str) -> None:

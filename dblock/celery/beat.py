@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from celery import beat
 from celery.utils.log import get_logger
@@ -34,14 +34,13 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery import states
-from dblock.celery.faces import made_of, valid_engine
+from dblock.celery.options import engine_of
 from dblock.core.errors import LockError, LockLost, LockRevoked
+from dblock.core.lock.leading import SyncLeader
 from dblock.core.log import one_line
 from dblock.core.protocol.drive import drive
-
-if TYPE_CHECKING:
-    from dblock.core.lock.leading import SyncLeader
-    from dblock.core.protocol.sending import Database
+from dblock.core.protocol.sending import Database
+from dblock.faces import made
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
@@ -168,8 +167,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         super().setup_schedule()
 
     def _new_leader(self) -> SyncLeader:
-        engine, options = valid_engine(type(self).engine), {} if self.using is None else {"using": self.using}
-        leader: SyncLeader = made_of(engine, "db_leader", self._key, ttl=self.lock_ttl, **options)
+        engine = engine_of(type(self).engine)
+        bind = self.using if engine is None else engine
+        leader: SyncLeader = made(bind, "db_leader", self._key, ttl=self.lock_ttl)
         return leader
 
     def _tenure(self) -> tuple[Database, str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from celery import Celery, current_app
@@ -68,30 +69,23 @@ def _made(function: Any, bind: bool, app: Any, given: dict[str, Any]) -> Any:
     spec = Spec(function, bind, **{name: given[name] for name in ours})
     options = {name: value for name, value in given.items() if name not in ours}
 
-    def make(app: Any) -> Any:
-        return app.task(lazy=False, shared=False, bind=bind, **_based(app, spec, options))(function)
+    def make(app: Any, **how: Any) -> Any:
+        """Before the task's base comes LockTask, and a busy key is no error in the log."""
+        base = options.get("base") or app.Task
+        throws = options.get("throws", base.throws)
+        throws = (*(throws if isinstance(throws, tuple) else (throws,)), LockTimeout)
+        made = {**options, "base": type("LockTask", (LockTask, base), {}), "spec": spec, "throws": throws}
+        return app.task(shared=False, bind=bind, **how, **made)(function)
 
     def current() -> Any:
         name = options.get("name") or current_app.gen_task_name(function.__name__, function.__module__)
         return current_app.tasks[name]
 
     if app is not None:
-        return app.task(shared=False, bind=bind, **_based(app, spec, options))(function)
-    connect_on_app_finalize(make)
+        return make(app)
+    connect_on_app_finalize(partial(make, lazy=False))
     for each in list(_get_active_apps()):
         if each.finalized:
             with each._finalize_mutex:
-                make(each)
+                make(each, lazy=False)
     return Proxy(current)
-
-
-def _based(app: Any, spec: Spec, options: dict[str, Any]) -> dict[str, Any]:
-    """The options for Celery: before the task's base comes LockTask, and a busy key is no error in the log."""
-    base = options.get("base") or app.Task
-    throws = options.get("throws", base.throws)
-    return {
-        **options,
-        "base": type("LockTask", (LockTask, base), {}),
-        "spec": spec,
-        "throws": (*(throws if isinstance(throws, tuple) else (throws,)), LockTimeout),
-    }

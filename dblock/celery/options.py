@@ -6,6 +6,7 @@ Rule: all of them are checked when the task is decorated; only a call's argument
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import EllipsisType
@@ -16,18 +17,17 @@ from kombu.serialization import dumps as serialize
 from kombu.serialization import loads as deserialize
 from kombu.utils.json import dumps
 
-from dblock.celery.faces import made_of, valid_engine
 from dblock.core.errors import InvalidKey
 from dblock.core.lock.key_template import Template
+from dblock.core.lock.locks import SyncLock
 from dblock.core.options import OfLease, valid_options
 from dblock.core.share_keys import valid_permits
 from dblock.core.validation import TEXT_LENGTH, valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
+from dblock.faces import made
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
-
-    from dblock.core.lock.locks import SyncLock
 
 OnBusy = Literal["retry", "wait", "skip", "raise"]
 Scope = Literal["run", "queue", "both"]
@@ -88,8 +88,6 @@ class TaskOptions(LockOptions, total=False):
     exchange: str
     expires: Any
     ignore_result: bool
-    immediate: bool
-    mandatory: bool
     max_retries: int | None
     priority: int
     pydantic: bool
@@ -116,6 +114,19 @@ class TaskOptions(LockOptions, total=False):
     typing: bool
     Request: Any
     Strategy: str
+
+
+def valid_engine(engine: Any) -> Any:
+    """An Engine, a function that returns one, or None; TypeError otherwise."""
+    class_ = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
+    if not (engine is None or isinstance(engine, class_) or (callable(engine) and not hasattr(engine, "engine"))):
+        raise TypeError(f"engine is an Engine of SQLAlchemy's, or a function that returns one, not {engine!r}")
+    return engine
+
+
+def engine_of(engine: Any) -> Any:
+    """The Engine whose database has the locks; None: Django's has them."""
+    return valid_engine(engine() if callable(engine) else engine)
 
 
 class Spec:
@@ -188,9 +199,9 @@ class Spec:
         """The lock of one run; `timeout` as that of `db_lock`."""
         told = {"label": self.label_of(task), "timeout": timeout, **self.options}
         if self.permits is None:
-            lock: SyncLock = made_of(self.engine, "db_lock", key, **told)
+            lock: SyncLock = made(engine_of(self.engine), "db_lock", key, **told)
         else:
-            lock = made_of(self.engine, "db_semaphore", key, permits=self.permits, **told).permit()
+            lock = made(engine_of(self.engine), "db_semaphore", key, permits=self.permits, **told).permit()
         return lock
 
     def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
@@ -198,7 +209,7 @@ class Spec:
         kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
         kept |= {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
         kept |= {"label": self.label_of(task), "timeout": timeout, "release": "now"}
-        lock: SyncLock = made_of(self.engine, "db_lock", key, **kept)
+        lock: SyncLock = made(engine_of(self.engine), "db_lock", key, **kept)
         return lock
 
     def label_of(self, task: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from celery.backends.base import DisabledBackend
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -20,12 +20,10 @@ from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
 from dblock.core.identity import acting_for, storable
 from dblock.core.lock.entering import attach
+from dblock.core.lock.locks import SyncLock
 from dblock.core.log import warn
 from dblock.core.tokens import valid_token
 from dblock.core.values import Grant
-
-if TYPE_CHECKING:
-    from dblock.core.lock.locks import SyncLock
 
 
 def take(task: Any, key: str, task_id: str, delay: float) -> str:

@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Protocol, TypeVar
@@ -36,22 +36,18 @@ from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
 
 from dblock.celery.header import Header
+from dblock.celery.options import Spec
 from dblock.celery.pace import Pace
 from dblock.celery.places import accept, due_in, elsewhere, first_result, give_up, let_go, take
 from dblock.celery.results import skip_result, task_skipped
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
+from dblock.core.holding.flow import Hold
 from dblock.core.identity import storable
 from dblock.core.lock.leaving import detach
+from dblock.core.lock.locks import SyncLock
 from dblock.core.log import warn
 from dblock.core.tokens import Token, new_secret, token_text
 from dblock.core.values import LockInfo, Seconds, Tenure
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from dblock.celery.options import Spec
-    from dblock.core.holding.flow import Hold
-    from dblock.core.lock.locks import SyncLock
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,6 +12,7 @@ from typing import Any, Final, overload
 
 from dblock.core.identity import process_identity
 from dblock.core.observing.events import HEALTH
+from dblock.faces import made
 
 TTL: Final = 5.0
 """Seconds for which a probe that was killed keeps those of its machine from taking their key, at most."""
@@ -42,14 +43,7 @@ async def acheck(alias: str | None = None, *, timeout: float = 2.0) -> float:
 
 def _lock(bind: Any, timeout: float) -> Any:
     key = f"{HEALTH}{process_identity()['host']}"[:255]
-    options: dict[str, Any] = {"ttl": TTL, "timeout": timeout, "renew": False, "slow_wait": None}
-    if bind is not None and not isinstance(bind, str):
-        from sqlalchemy_dblock import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
-
-        return over_engine(bind, key, **options)
-    from dblock.kinds import db_lock  # noqa: PLC0415 - needs Django
-
-    return db_lock(key, using=bind, release="now", **options)
+    return made(bind, "db_lock", key, ttl=TTL, timeout=timeout, renew=False, slow_wait=None, release="now")
 
 
 def _take(lock: Any) -> float:

@@ -69,21 +69,20 @@ class Spans:
         if event.how in {"reentered", "attached"}:
             return
         end, group = time.time_ns(), self._groups.of(event.key)
+        perhaps = {
+            "dblock.label": event.label,
+            "dblock.fence": event.fence,
+            "dblock.holder": event.holder and str(event.holder.identity),
+            "error.type": event.reason,
+        }
         attributes: dict[str, Any] = {
             "dblock.database": event.database,
             "dblock.key": event.key,
             "dblock.group": group,
             "dblock.outcome": event.how or GAVE_UP,
             "dblock.contended": event.contended,
+            **{name: value for name, value in perhaps.items() if value},
         }
-        if event.label:
-            attributes["dblock.label"] = event.label
-        if event.fence:
-            attributes["dblock.fence"] = event.fence
-        if event.holder is not None:
-            attributes["dblock.holder"] = str(event.holder.identity)
-        if event.reason:
-            attributes["error.type"] = event.reason
         start = end - int(event.wait * 1e9)
         span = self._tracer.start_span(
             f"acquire {group}", kind=SpanKind.CLIENT, attributes=attributes, start_time=start

@@ -78,7 +78,6 @@ class Metrics:
         self._settling = threading.Lock()
         self._series: dict[tuple[str, str, str, str | None], Callable[[float], None]] = {}
         """By metric, database, group and word; kept, since the client looks labels up under a lock and as texts."""
-        self._begun = set[tuple[str, str]]()
         registry.register(self)  # first, so that it is asked first
         of, where = ("database",), ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
@@ -116,11 +115,10 @@ class Metrics:
         if self._settling.acquire(timeout=SCRAPE):
             self._settle()
         closed = GaugeMetricFamily("dblock_quarantine_seconds", QUARANTINE, labels=["database"])
-        for database, seconds in runtime.current.quarantines():
-            closed.add_metric([database], seconds)
         missing = GaugeMetricFamily("dblock_majority_missing", MISSING, labels=["database"])
-        for database, is_missing in asking.missing().items():
-            missing.add_metric([database], is_missing)
+        for gauge, values in ((closed, runtime.current.quarantines()), (missing, asking.missing().items())):
+            for database, value in values:
+                gauge.add_metric([database], value)
         return [closed, missing]
 
     def describe(self) -> list[Metric]:
@@ -130,10 +128,8 @@ class Metrics:
     def _settle(self) -> None:
         """Count, one event after the other: only one flow at a time does, and the others go on."""
         try:
-            while True:
+            while self._pending:
                 self._count(self._pending.popleft())
-        except IndexError:
-            return
         finally:
             self._settling.release()
 
@@ -143,18 +139,16 @@ class Metrics:
         self._pending.clear()
         self._settling = threading.Lock()
         self._series.clear()
-        self._begun.clear()
         self._metrics["held"].clear()
         self._metrics["waiting"].clear()
 
     def _count(self, event: Event) -> None:
         where = event.database, self._groups.of(event.key) if event.key else ""
-        if event.key and where not in self._begun:
-            self._begun.add(where)
-            self._begin(*where)
         for name, amount, word in counted(event, self._tenures):
             add = self._series.get((name, *where, word))
             if add is None:
+                if event.key:
+                    self._begin(*where)
                 given = dict(zip(("database", "group"), where, strict=True))
                 metric = self._metrics[name]
                 child = metric.labels(*(given.get(label, word) for label in metric._labelnames))

@@ -186,10 +186,12 @@ def _by_time(rows: Rows) -> list[EventInfo]:
 
 
 def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
-    """Seconds for which a lost tenure really lasted: until it was freed, or the next one of its key began.
+    """Seconds that an event tells; of a lost tenure, until it was freed or the next one of its key began.
 
     Its holder may notice the loss later (a paused process, for example) or earlier. `events` are the known events.
     """
+    if event.kind != "lost":
+        return event.seconds
     ours = [each for each in events if each.key == event.key]
     over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
     over += [each.age for each in ours if each.kind == "forced" and each.fence == event.fence]

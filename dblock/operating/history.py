@@ -52,13 +52,9 @@ class History:
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a signal handler may take a lock
-        self._rows: list[tuple[float, dict[str, Any]]] = []
-        """Rows with their local times."""
-        self._for: Store | None = None
-        """The store, while there are rows: the application may drop its engine before they are written."""
-        self._location: object = None
-        """The database of all these rows."""
-        self._noted: dict[str, int] = {}
+        self._rows: list[tuple[float, dict[str, Any], object, Store]] = []
+        """Rows with their local times and databases, and the store, whose engine the application may drop meanwhile."""
+        self._noted = Counter[str]()
         """Number of events of each key, including omitted ones."""
         self._loop: Any = None
         """The event loop on which locks were taken last, if any."""
@@ -74,14 +70,11 @@ class History:
             self._loop = asyncio._get_running_loop() or self._loop
         location = store.location
         with self._mutex:
-            if location != self._location:
-                self._rows, self._noted, self._location = [], {}, location
             if event.key not in self._noted and len(self._noted) >= OF_ALL:
                 return
-            self._for = store
-            number = self._noted[event.key] = self._noted.get(event.key, 0) + 1
-            if number <= OF_KEY and len(self._rows) < OF_ALL:
-                self._rows.append((store.database.now(), _row(event, who)))
+            self._noted[event.key] += 1
+            if self._noted[event.key] <= OF_KEY and len(self._rows) < OF_ALL:
+                self._rows.append((store.database.now(), _row(event, who), location, store))
 
     def begin(self, store: Store, *, ripe: float = 0.0) -> tuple[Steps[None], Any] | None:
         """The steps that write the events, and their event loop; None if there is nothing to do.
@@ -120,18 +113,15 @@ class History:
             self._failing = True
 
     def _take(self, store: Store, where: object) -> list[dict[str, Any]]:
-        """Take the events, if they are of the database `where`; else they are dropped."""
+        """Take the events of the database `where`; those of others are dropped."""
         with self._mutex:
-            rows, noted, self._rows, self._noted, self._for = self._rows, self._noted, [], {}, None
-            if where != self._location:
-                return []
+            rows, omitted, self._rows, self._noted = self._rows, self._noted, [], Counter()
         now = store.database.now()
-        events: list[dict[str, Any]] = [{**row, "age": now - at} for at, row in rows]
-        latest = {event["lock_key"]: event for event in events}
-        kept = Counter(event["lock_key"] for event in events)
-        for key, event in latest.items():
-            if noted[key] > kept[key]:
-                events.append({**event, "kind": OMITTED, "seconds": 0.0, "detail": str(noted[key] - kept[key])})
+        events: list[dict[str, Any]] = [{**row, "age": now - at} for at, row, location, _ in rows if location == where]
+        omitted.subtract(row["lock_key"] for _, row, *_ in rows)
+        for key, event in {event["lock_key"]: event for event in events}.items():
+            if omitted[key]:
+                events.append({**event, "kind": OMITTED, "seconds": 0.0, "detail": str(omitted[key])})
         return events
 
     @property

@@ -69,16 +69,12 @@ class ReasonForm(forms.Form):
 
 
 class Ending(NamedTuple):
-    """What can be done to a tenure, in words."""
+    """What can be done to a tenure."""
 
-    permission: str
+    template: str
+    """What will happen to whom."""
     end: Callable[[Any, str, int, str], Steps[bool]]
     title: StrPromise
-    verb: StrPromise
-    to_holder: StrPromise
-    """What happens."""
-    to_waiting: StrPromise
-    """The same, if the owner of the key is the next to enter, and waits."""
     done: StrPromise
     log: StrPromise
 
@@ -87,16 +83,6 @@ FORCE_RELEASE: Final = Ending(
     "force_release",
     administration.force_release,
     gettext_lazy("Force release"),
-    gettext_lazy("Yes, force its release"),
-    gettext_lazy(
-        "The lock ends now, and the next waiter gets the key. Its holder is not stopped: it learns of this at "
-        "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
-        "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
-    ),
-    gettext_lazy(
-        "The one that is the next to enter loses its turn to the next waiter, and queues again. Those that hold the "
-        "key now keep it: each of them has a page of its own."
-    ),
     gettext_lazy("The lock on “%(key)s” was released."),
     gettext_lazy("Forced its release: %(reason)s"),
 )
@@ -104,15 +90,6 @@ REVOKE: Final = Ending(
     "revoke",
     administration.revoke,
     gettext_lazy("Ask for it back"),
-    gettext_lazy("Yes, ask its holder"),
-    gettext_lazy(
-        "Its holder is asked to finish and release the lock, by on_revoke and at its next check(). It keeps "
-        "the lock until it does."
-    ),
-    gettext_lazy(
-        "A writer that is the next to enter hears of it once it has entered; one that wants a permit does not. Those "
-        "that hold the key now are not asked: each of them has a page of its own."
-    ),
     gettext_lazy("The holder of “%(key)s” is asked to release it."),
     gettext_lazy("Asked for it back: %(reason)s"),
 )
@@ -124,25 +101,26 @@ class Inspector(_ModelAdmin):
     def get_urls(self) -> list[URLPattern]:
         """Those of ours come first: a key that is called as one of them has a slash behind it."""
 
-        def page(route: str, name: str, view: Callable[..., HttpResponse]) -> URLPattern:
-            return path(route, self.admin_site.admin_view(view), name=f"dblock_lock_{name}")
+        def page(route: str, name: str, needs: str, view: Callable[..., HttpResponse]) -> URLPattern:
+            def allowed(request: HttpRequest, **given: str) -> HttpResponse:
+                if not self.may(request, needs):
+                    raise PermissionDenied
+                return view(request, **given)
+
+            return path(route, self.admin_site.admin_view(allowed), name=f"dblock_lock_{name}")
 
         return [
-            page("waiters/", "waiters", self.waiters_view),
-            page("events/", "events", self.events_view),
-            page("reap/", "reap", self.reap_view),
-            page("<path:object_id>/release/", "release", partial(self._end, ending=FORCE_RELEASE)),
-            page("<path:object_id>/revoke/", "revoke", partial(self._end, ending=REVOKE)),
+            page("waiters/", "waiters", "", self.waiters_view),
+            page("events/", "events", "", self.events_view),
+            page("reap/", "reap", "reap", self.reap_view),
+            page("<path:object_id>/release/", "release", "force_release", partial(self._end, ending=FORCE_RELEASE)),
+            page("<path:object_id>/revoke/", "revoke", "revoke", partial(self._end, ending=REVOKE)),
             *super().get_urls(),
         ]
 
-    def may(self, request: HttpRequest, what: str) -> bool:
-        """Whether the user has that permission of ours, and may see locks."""
-        return self.has_view_permission(request) and request.user.has_perm(f"dblock.{what}_lock")
-
-    def _demand(self, request: HttpRequest, what: str) -> None:
-        if not self.may(request, what):
-            raise PermissionDenied
+    def may(self, request: HttpRequest, what: str = "") -> bool:
+        """Whether the user may see locks, and has that permission of ours."""
+        return self.has_view_permission(request) and (not what or request.user.has_perm(f"dblock.{what}_lock"))
 
     def _page(self, request: HttpRequest, template: str, title: str, **context: Any) -> TemplateResponse:
         known = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, "title": title}
@@ -151,7 +129,6 @@ class Inspector(_ModelAdmin):
     # -- ending a tenure, or asking for it back
 
     def _end(self, request: HttpRequest, object_id: str, ending: Ending) -> HttpResponse:
-        self._demand(request, ending.permission)
         key = unquote(object_id)
         row = self.get_object(request, key)
         if row is None:
@@ -176,12 +153,9 @@ class Inspector(_ModelAdmin):
         waits = state_of(row) == "waiting"
         fields = ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
         names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
-        told = {
-            "facts": [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names],
-            "what_happens": ending.to_waiting if waits else ending.to_holder,
-            "verb": ending.verb,
-        }
-        return self._page(request, "end", str(ending.title), object=row, form=form, back=back, but=but, **told)
+        facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
+        told = {"object": row, "form": form, "back": back, "but": but, "facts": facts, "waits": waits}
+        return self._page(request, ending.template, str(ending.title), **told)
 
     def _told(self, request: HttpRequest, end: Steps[bool]) -> bool:
         """Whether it was done; if not, the user is told why."""
@@ -206,7 +180,6 @@ class Inspector(_ModelAdmin):
 
     def reap_view(self, request: HttpRequest) -> HttpResponse:
         """Delete what nobody uses any more."""
-        self._demand(request, "reap")
         back = self._address("changelist")
         if request.method == "POST":
             reaped = Future[int]()
@@ -229,20 +202,10 @@ class Inspector(_ModelAdmin):
             except TimeoutError:
                 messages.success(request, _("There is much to tidy up: it goes on in the background."))
             return HttpResponseRedirect(back)
-        return self._page(
-            request,
-            "end",
-            _("Tidy up"),
-            form=forms.Form(),
-            back=back,
-            verb=_("Yes, tidy up"),
-            what_happens=_("Rows of keys that nobody has used for long are deleted. No lock that is held is touched."),
-        )
+        return self._page(request, "reap", _("Tidy up"), form=forms.Form(), back=back)
 
     def waiters_view(self, request: HttpRequest) -> HttpResponse:
         """Who waits, for whatever key, those first who have waited for the longest."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         store = store_for(default_alias())
         found = drive(administration.all_waiters(store, SHOWN + 1))
         more, found = SHOWN if len(found) > SHOWN else 0, found[:SHOWN]
@@ -255,8 +218,6 @@ class Inspector(_ModelAdmin):
 
     def events_view(self, request: HttpRequest) -> HttpResponse:
         """What happened last, to whatever key, where a history is kept."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         found = self.history(request, administration.all_events(store_for(default_alias()), SHOWN))
         return self._page(request, "history", _("What happened"), events=told(found))
 

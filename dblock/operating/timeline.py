@@ -75,39 +75,31 @@ def timeline(events: Sequence[EventInfo], held: EventInfo | None) -> Timeline | 
 
 
 def _stretches(events: Sequence[EventInfo], held: EventInfo | None) -> list[Stretch]:
+    bars = {
+        "held": ("held", _("has it now, for %s")),
+        "released": ("held", _("had it for %s")),
+        "lost": ("lost", _("had it for %s, and lost it")),
+        "gave_up": ("gave_up", _("waited for %s in vain")),
+    }
     found, ended = [], set[tuple[int, str]]()
-
-    def next_began(fence: int) -> float:
-        return max((each.age for each in events if each.kind == "acquired" and each.fence > fence), default=0.0)
-
     for event in events if held is None else (held, *events):
-        begun, who = event.age + event.seconds, str(event.identity)
-        match event.kind:
-            case "held":
-                ended.add((event.fence, who))
-                words = _("has it now, for %s") % span(begun)
-                if event.age:
-                    words = _("had it until its lease ended, %s ago") % span(event.age)
-                found.append(_stretch(event, "open" if event.age else "held", begun, event.age, words))
-            case "released":
-                ended.add((event.fence, who))
-                found.append(_stretch(event, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
-            case "lost":
-                ended.add((event.fence, who))
-                long = truly_held(event, events)
-                found.append(_stretch(event, "lost", begun, begun - long, _("had it for %s, and lost it") % span(long)))
-            case "gave_up":
-                words = _("waited for %s in vain") % span(event.seconds)
-                found.append(_stretch(event, "gave_up", begun, event.age, words))
-            case "acquired":
-                if (event.fence, who) not in ended:
-                    words = _("had it; the end was not recorded")
-                    found.append(_stretch(event, "open", event.age, next_began(event.fence), words))
-                if event.detail in {"waited", "handed_over"}:
-                    words = _("waited for %s") % span(event.seconds)
-                    found.append(_stretch(event, "waited", begun, event.age, words))
-            case _:
-                pass
+        begun, tenure = event.age + event.seconds, (event.fence, str(event.identity))
+        if event.kind == "acquired":
+            if tenure not in ended:
+                later = [each.age for each in events if each.kind == "acquired" and each.fence > event.fence]
+                words = _("had it; the end was not recorded")
+                found.append(_stretch(event, "open", event.age, max(later, default=0.0), words))
+            if event.detail in {"waited", "handed_over"}:
+                words = _("waited for %s") % span(event.seconds)
+                found.append(_stretch(event, "waited", begun, event.age, words))
+        elif event.kind in bars:
+            ended.add(tenure)
+            kind, words = bars[event.kind]
+            long = truly_held(event, events)
+            words %= span(long)
+            if event.kind == "held" and event.age:
+                kind, words = "open", _("had it until its lease ended, %s ago") % span(event.age)
+            found.append(_stretch(event, kind, begun, begun - long, words))
     return found
 
 
@@ -144,7 +136,7 @@ def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
 def _length(event: EventInfo, events: Sequence[EventInfo], lengths: Mapping[str, str]) -> str:
     if event.kind not in lengths:
         return "–"
-    long = truly_held(event, events) if event.kind == "lost" else event.seconds
+    long = truly_held(event, events)
     late = event.seconds - long
     noticed = ", " + _("noticed %s later") % span(late) if late >= 0.1 else ""
     return lengths[event.kind] % span(long) + noticed

@@ -24,7 +24,6 @@ from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.base_store import BaseStore
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.leading import BaseLeader
 from dblock.core.lock.permits import BaseSemaphore
@@ -34,22 +33,20 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.validation import valid_key, valid_text, valid_ttl
-from dblock.core.values import Grant, KeyKind, Seconds, Tenure
+from dblock.core.values import Grant, KeyKind, Seconds
+from dblock.faces import made
 from dblock.operating.administration import force_release
 
 TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
+ENDLESS: Final = 1e8
+"""Seconds for which it does in memory, where nobody renews it."""
+STRANGER: Final = "stranger"
+"""What the owner tokens of others begin with."""
 PATIENCE: Final = 5.0
 """Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
 Asked = BaseLock | BaseSemaphore[Any] | NoLock[Any, Any] | BaseLeader
 """A lock, a semaphore, a read-write lock, or a candidate."""
-
-
-class InMemory(BaseStore):
-    """A store whose clock the test moves."""
-
-    strangers: dict[Tenure, float]
-    """Others who hold a key: for how many seconds theirs are renewed, 0.0 if they have died."""
 
 
 class Busy:
@@ -59,10 +56,10 @@ class Busy:
         self, key: str, store: Store, ttl: float | None, label: str, host: str, *, lock: BaseLock | None
     ) -> None:
         """`lock` acquires what is held; without it the key is, by a writer if it is that of a read-write lock."""
-        self._key, self._store, self._ttl, self._lock = key, store, ttl, lock
-        lease = (30.0 if isinstance(store, InMemory) else TTL) if ttl is None else ttl
+        self._key, self._store, self._lock = key, store, lock
+        lease = (ENDLESS if _in_memory(store) else TTL) if ttl is None else ttl
         who = (host, 1, "", "somebody else", "")
-        self._request = Request(key, lease, lease, label, 1, "stranger", *who)
+        self._request = Request(key, lease, lease, label, 1, STRANGER, *who)
         self._grants: list[Grant] = []
 
     def _begin(self) -> Steps[None]:
@@ -88,19 +85,15 @@ class Busy:
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_granted", ())]
-        if isinstance(self._store, InMemory):
-            self._store.strangers |= {each.tenure: each.ttl if self._ttl is None else 0.0 for each in self._grants}
 
     def _end(self) -> Steps[None]:
         grants, self._grants = self._grants, []
         for grant in grants:
-            if isinstance(self._store, InMemory):
-                _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
                 _ = yield from handover.end(runtime.current.site(self._store), grant)
 
     def __enter__(self) -> Self:
-        if not isinstance(self._store, InMemory) and current_task() is not None:
+        if not _in_memory(self._store) and current_task() is not None:
             raise RuntimeError(f"busy({self._key!r}) asks the database: on an event loop write `async with`")
         drive(self._begin())
         return self
@@ -161,7 +154,7 @@ def take_away(key: str) -> None:
     LockNotHeld if no flow of this process holds it. On an event loop `atake_away` does it.
     """
     for hold in _holds(key):
-        if not isinstance(hold.store, InMemory) and (hold.store.asynchronous or current_task() is not None):
+        if not _in_memory(hold.store) and (hold.store.asynchronous or current_task() is not None):
             raise RuntimeError(f"take_away({key!r}) asks the database: on an event loop write `await atake_away(...)`")
         drive(_taking_away(hold))
     await_callbacks()
@@ -212,18 +205,16 @@ def _taking_away(hold: Hold) -> Steps[None]:
     runtime.current.site(hold.store).local_queues.released(key)
 
 
+def _in_memory(store: Store) -> bool:
+    """Whether the test moves its clock."""
+    return store is runtime.current.store_override
+
+
 def _store(key: str, bind: Any) -> Any:
     """Where the locks of an alias or an engine live."""
     if runtime.current.store_override is not None:
         return runtime.current.store_override
-    if bind is not None and not isinstance(bind, str):
-        from sqlalchemy_dblock.kinds import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
-
-        return over_engine(bind, key)._place.store()
     try:
-        from dblock.kinds import db_lock  # noqa: PLC0415 - needs Django
+        return made(bind, "db_lock", key)._place.store()
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
-            raise
         raise TypeError("without Django say where: busy(key, engine), or record(engine)") from error
-    return db_lock(key, using=bind)._place.store()

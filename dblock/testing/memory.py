@@ -25,14 +25,13 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from dblock.core import runtime
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.clock import now as real
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Flow
-from dblock.core.protocol import tenures
+from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
@@ -47,7 +46,7 @@ from dblock.core.wakeup.registry import Wakeup
 from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.watchdog import Watchdog
 from dblock.operating.statements.tables import plain_sql
-from dblock.testing.holders import InMemory, await_callbacks
+from dblock.testing.holders import STRANGER, await_callbacks
 from dblock.testing.recorder import Recorder, following
 
 LONGEST: Final = 86_400.0  # seconds after which a wait that moves the clock is refused: it would never end
@@ -100,7 +99,7 @@ def _timed(statement: Statement) -> Statement:
     return replace(statement, sql=sql)
 
 
-class MemoryStore(InMemory):
+class MemoryStore(BaseStore):
     """The locks of a test. One statement at a time runs on its tables."""
 
     name = "the locks in memory"
@@ -116,15 +115,14 @@ class MemoryStore(InMemory):
     def __init__(self) -> None:
         self.clock = Clock(self.move)
         self.database = Database(weakref.ref(self), DIALECT, self.clock.now, TIMING)
-        self.strangers = {}
-        self._mutex = threading.RLock()  # of the tables, and of the clock while it moves
-        self._start, self._moment, self._last = math.floor(time.time()), 0, 0
-        """When it began, in seconds since 1970, and in microseconds: the present statement, the last fence."""
+        self._mutex = threading.RLock()  # of the tables and the clock: it stands still while a statement runs
+        self._start, self._last = math.floor(time.time()), 0
+        """When it began, in seconds since 1970; the last fence, in microseconds."""
         self._tables = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self._tables.create_function("dblock_now", 0, self._text)
         self._tables.create_function("dblock_micros", 0, self._number)
         _ = self._tables.executescript(plain_sql("sqlite"))
-        self._moved: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
+        self._moved = weakref.WeakKeyDictionary[Wakeup, float]()
         """When a waiter has first moved the clock."""
 
     # -- statements
@@ -133,7 +131,7 @@ class MemoryStore(InMemory):
         if self.ended:
             raise LockStoreError("memory() has ended, and with it the locks that were taken in it")
         with self._mutex:
-            self._begin_statement()
+            self.database.latency.observe(0.0, self.clock.now())
             cursor: Any = self._tables.cursor()
             try:
                 rows = perform(cursor, _timed(step.statement), step.parameters, "named")
@@ -146,16 +144,12 @@ class MemoryStore(InMemory):
     async def aexecute(self, step: Execute) -> Rows:
         return self.execute(step)
 
-    def _begin_statement(self) -> None:
-        now = self.clock.now()
-        self._moment = round((self._start + now) * 1_000_000)
-        self.database.latency.observe(0.0, now)
-
     def _text(self) -> str:
-        return datetime.fromtimestamp(self._moment // 1000 / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        moment = datetime.fromtimestamp(self._start, UTC) + timedelta(microseconds=round(1e6 * self.clock.now()))
+        return moment.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
     def _number(self) -> int:
-        self._last = max(self._last + 1, self._moment)
+        self._last = max(self._last + 1, 1_000_000 * self._start + round(1e6 * self.clock.now()))
         return self._last
 
     # -- letting time pass
@@ -164,13 +158,10 @@ class MemoryStore(InMemory):
         """Move the clock, and see to all that is due on the way, by no more at a time than to the next such moment."""
         with self._mutex:
             while seconds > 0:
-                step = min(seconds, self.process.watchdog.see_to_it())
-                due = [(tenure, ttl + step) for tenure, ttl in list(self.strangers.items()) if ttl]
-                if due and not self.ended:
-                    _ = drive(tenures.renew(self.database, due, math.inf))
+                step = min(seconds, self.process.watchdog._look_at_all())
                 self.clock._time += step
                 seconds -= step
-            _ = self.process.watchdog.see_to_it()
+            _ = self.process.watchdog._look_at_all()
         await_callbacks()
 
     def pause(self, step: Sleep | Wait) -> None:
@@ -189,32 +180,30 @@ class MemoryStore(InMemory):
         begun, patience = self.clock.now(), real() + step.seconds
         until = begun + step.seconds
         if isinstance(step, Wait):
-            while not (self.ended or self._only_time_ends(step.wakeup)):
-                if step.wakeup.notified() or self.clock.now() >= until or real() >= patience:
+            wakeup = step.wakeup
+            while not (self.ended or wakeup.notified() or self._only_time_ends(wakeup)):
+                if self.clock.now() >= until or real() >= patience:
                     break
-                yield step.wakeup
-            if step.wakeup.notified():
+                yield wakeup
+            if wakeup.notified():
                 return
-            if begun - self._moved.setdefault(step.wakeup, begun) > LONGEST:
-                wish = "give it a timeout, or make the key busy with ttl="
-                raise RuntimeError(f"nobody will ever give back the lock that has been waited for a whole day: {wish}")
+            if begun - self._moved.setdefault(wakeup, begun) > LONGEST:
+                raise RuntimeError("nobody will ever give back this lock: give it a timeout, or busy() a ttl")
         self.move(until - self.clock.now())
 
     def _only_time_ends(self, wakeup: Wakeup) -> bool:
         """Whether no flow of this process can end the wait of this flow, as far as is known."""
-        key = next((key for (key, _), each in self.process.wakeups._all() if each is wakeup), None)
-        if key is None:  # it waits for another flow
-            return False
+        # Without a key it waits for another flow.
+        key = next((key for (key, _), each in self.process.wakeups._all() if each is wakeup), "")
         door = key_of_share(key) if key.endswith(SHARE) else ""
         bounds = bounds_of_shares(door) if door else {"low": "", "high": ""}
         with self._mutex:
-            self._begin_statement()
             parameters = {"key": key, "door": door, "flow": FLOW, **bounds}
             owners = [owner for (owner,) in self._tables.execute(OWNERS, parameters)]
-        strangers = {"", *(tenure.owner for tenure in list(self.strangers))}
         holds = {hold.tenure.owner: hold.flow() for hold in list(self.process.watchdog._holds)}
-        ours = [owner for owner in owners if owner not in strangers]  # without a hold one is at work on the key
-        return bool(owners) and all(owner in holds and self._is_idle(holds[owner]) for owner in ours)
+        ours = [owner for owner in owners if owner and not owner.startswith(STRANGER)]
+        idle = (owner in holds and self._is_idle(holds[owner]) for owner in ours)  # without a hold one is at work on it
+        return bool(owners) and all(idle)
 
     def _is_idle(self, flow: Flow | None) -> bool:
         """Whether a flow releases nothing while this one waits."""
@@ -248,10 +237,6 @@ class MemoryWatchdog(Watchdog):
 
     def wake(self) -> None:
         """Do nothing: the caller that moves the clock does what is due."""
-
-    def see_to_it(self) -> float:
-        """Do what is due; seconds until something else is."""
-        return self._look_at_all() if self._holds else math.inf
 
     def close(self) -> None:
         """The process ends, and its locks with it."""

@@ -253,7 +253,7 @@ def test_a_database_that_is_not_there(
     """A sentence and an exit status, no traceback."""
     if one.face == "django":
         assert "there is no database 'nowhere'" in one.fails(1, "show", "k", "--using", "nowhere")
-        monkeypatch.setattr("dblock.checks._check_ours", Mock(side_effect=OperationalError))
+        monkeypatch.setattr("dblock.checks._is_ours", Mock(side_effect=OperationalError))
         assert "reachable" in one("doctor").stdout, "and what Django's checks say without it"
         return
     timed(monkeypatch, retry_budget=0.5)  # nobody listens there

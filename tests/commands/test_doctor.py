@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,7 @@ POOLED = {"pooler"} if POOLER else frozenset()
 def findings(database: str | URL, *only: str, **options: Any) -> dict[str, list[Finding]]:
     """By the check's name, all of them or some; over an engine of its own."""
     engine = create_engine(url(database) if isinstance(database, str) else database, **options)
-    lock = partial(db_lock, engine)
-    context = Context(store_for(engine), lock, lock, lock, lambda: None, (), "here")
+    context = Context(engine, store_for(engine), lambda: None, (), "here")
     checks = [check for check in checkup.CHECKS if not only or check.look.__name__ in only]
     found: dict[str, list[Finding]] = {}
     try:

@@ -12,7 +12,7 @@ from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy import Engine, create_engine
 
-from dblock.checks import check_quarantine, check_settings
+from dblock.checks import check_database, check_settings
 from dblock.contrib import prometheus
 from dblock.operating.commands.checkup import Level
 from sqlalchemy_dblock import LockTimeout, attach, db_lock
@@ -129,7 +129,7 @@ def test_a_lease_that_outlasts_it() -> None:
 
     def ids(**settings: object) -> list[str | None]:
         with override_settings(DBLOCK=settings):
-            return [each.id for each in (*check_settings(None), *check_quarantine(None))]
+            return [each.id for each in (*check_settings(None), *check_database(None))]
 
     assert ids(USING="postgresql", TTL=60) == []
     assert ids(USING="postgresql", TTL=61) == ["dblock.W011"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from functools import partial
 from typing import Any
 
 from django.apps import apps
@@ -19,7 +18,6 @@ from dblock.cli import answered, ddl
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.text import printable
 from dblock.core.validation import valid_retention
-from dblock.kinds import db_lock, db_rwlock, db_semaphore
 from dblock.operating.commands.checkup import Finding, Level, doctor
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs, whole_number
@@ -86,10 +84,8 @@ def _also_here(command: ArgumentParser) -> None:
 def context(alias: str) -> Context:
     """The database of an alias, for the commands."""
     return Context(
+        alias,
         store_for(alias),
-        partial(db_lock, using=alias),
-        partial(db_rwlock, using=alias),
-        partial(db_semaphore, using=alias),
         lambda: make_tables(alias),
         (DatabaseError,),
         f"database {alias!r}",

@@ -19,6 +19,7 @@ from dblock.core.observing.events import DOCTOR
 from dblock.core.protocol.steps import Rows
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
+from dblock.faces import made
 from dblock.operating.commands.console import say, say_json, span
 from dblock.operating.commands.context import Context
 
@@ -42,7 +43,6 @@ class Finding(NamedTuple):
 
 
 STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
-_MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 Seen = Iterator[tuple[bool, str]]
 """What a check has seen, and whether it is as it should be; nothing where it does not concern the database."""
 
@@ -64,7 +64,8 @@ def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -
         say_json([each._asdict() for each in found])
     else:
         for each in found:
-            say(printable(f"{_MARKS[each.level]}  {each.check}: {each.text}"))
+            mark = each.level.upper() if STATUS[each.level] else each.level
+            say(printable(f"{mark:<7}  {each.check}: {each.text}"))
             if each.hint:
                 say(printable(f"         {each.hint}"))
         bad = [each for each in found if STATUS[each.level]]
@@ -150,7 +151,7 @@ def probe(context: Context) -> Seen:
     """A key is taken and released, as all locks are."""
     began = time.monotonic()
     try:
-        with context.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None):
+        with made(context.bind, "db_lock", DOCTOR, ttl=10, timeout=2, slow_wait=None):
             taken = time.monotonic()
         took, gave = 1000 * (taken - began), 1000 * (time.monotonic() - taken)
         yield True, f"a key was acquired ({took:.1f} ms) and released ({gave:.1f} ms)"

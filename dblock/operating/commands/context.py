@@ -10,7 +10,6 @@ from typing import Any
 
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
-from dblock.core.lock.locks import SyncLock
 from dblock.core.observing.events import DOCTOR
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, tenures
@@ -31,13 +30,9 @@ from dblock.operating.pins import pinned
 class Context:
     """A database with locks, and how a face speaks to it."""
 
+    bind: Any
+    """An Engine, or an alias of Django's."""
     store: Store
-    lock: Callable[..., SyncLock]
-    """`lock(key, **options)`: a lock there."""
-    rwlock: Callable[..., Any]
-    """`rwlock(key, **options)`: a read-write lock there, for `run`."""
-    semaphore: Callable[..., Any]
-    """`semaphore(key, permits, **options)`: a semaphore there, for `run`."""
     make_tables: Callable[[], object]
     """Make the tables."""
     errors: tuple[type[Exception], ...]

@@ -57,7 +57,7 @@ def release(context: Context, options: Namespace) -> int:
     if options.json:
         say_json({**lock_json(Surveyed(info, 0, pinned)), "done": done})
     elif done:
-        say(f"{printable(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
+        say(f"{printable(key)!r} (fence {info.fence}) " + (_ASKED % span(info.ttl / 3) if options.ask else "was freed"))
     else:
         complain(f"{printable(key)!r} (fence {info.fence}) was over before; its present holder was left alone")
     return DONE if done else NOT_HELD
@@ -103,6 +103,9 @@ def quarantine(context: Context, options: Namespace) -> int:
     return NOT_HELD if found is not None and found.opens_in > 0 and not options.begin else DONE
 
 
+_ASKED: Final = (
+    "was asked back: its holder hears of it in %s at the latest, if its lock is renewed, and may or may not heed it"
+)
 _STOP: Final = (
     "SQLite has no replicas. If a copy or a dump of the file is restored, a lock that was taken since may get a second "
     "holder: first stop all processes that use the file, until the longest ttl and grace in use are over"
@@ -122,8 +125,8 @@ def _warning(info: LockInfo) -> str:
     if info.waits:
         return "It loses its turn to the next waiter, and queues again. Those that hold the key now keep it."
     return (
-        f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest, or, if "
-        "its lock is not renewed, when it next asks. "
+        f"Its holder is not stopped: it learns of this at its next renewal, in {span(info.ttl / 3)} at the latest, or, "
+        "if its lock is not renewed, when it next asks. "
         "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
     )
 
@@ -131,17 +134,6 @@ def _warning(info: LockInfo) -> str:
 def _kept(key: str, pinned: Pinned) -> str:
     pins = "; ".join(pinned.told(span))
     return f"{printable(key)!r} is pinned, and nobody can take it before that transaction ends: {pins}"
-
-
-def _asked(info: LockInfo) -> str:
-    return (
-        f"was asked back: its holder hears of it in {_renewal(info)} at the latest, if its lock is renewed, and may or "
-        "may not heed it"
-    )
-
-
-def _renewal(info: LockInfo) -> str:
-    return span(info.ttl / 3)
 
 
 def _words(reason: str | None) -> str:

@@ -31,6 +31,7 @@ from dblock.core.identity import storable
 from dblock.core.lock.locks import SyncLock
 from dblock.core.lock.several import SyncLocks
 from dblock.core.text import printable
+from dblock.faces import made
 from dblock.operating.commands import watcher
 from dblock.operating.commands.console import complain, whose
 from dblock.operating.commands.context import Context
@@ -87,11 +88,11 @@ def run(context: Context, options: Namespace) -> int:
 def _members(context: Context, options: Namespace, **given: Any) -> list[SyncLock]:
     """The locks of the keys, of the kind that was asked for."""
     if options.permits:
-        return [context.semaphore(key, options.permits, **given).permit() for key in options.keys]
+        return [made(context.bind, "db_semaphore", key, options.permits, **given).permit() for key in options.keys]
     if options.shared or options.write:
-        each = [context.rwlock(key, **given) for key in options.keys]
+        each = [made(context.bind, "db_rwlock", key, **given) for key in options.keys]
         return [rwlock.read() if options.shared else rwlock.write() for rwlock in each]
-    return [context.lock(key, **given) for key in options.keys]
+    return [made(context.bind, "db_lock", key, **given) for key in options.keys]
 
 
 def _busy(context: Context, key: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol.drive import drive
 from dblock.core.text import printable
-from dblock.core.values import SHARE, KeyKind, LockInfo
+from dblock.core.values import SHARE, KeyKind
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo, Surveyed, truly_held
 from dblock.operating.commands.console import (
@@ -50,7 +50,6 @@ def ls(context: Context, options: Namespace) -> int:
     """List the keys that somebody holds; 0."""
     pattern: str = options.pattern
     fits = re.compile(fnmatch.translate(pattern)).match
-    closed = ""
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     shares = Counter[str]()
     rows = (row for row in _counted(context.survey(prefix, free=options.all), shares) if fits(row.info.key))
@@ -67,9 +66,8 @@ def ls(context: Context, options: Namespace) -> int:
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
     with contextlib.suppress(LockStoreError):
-        closed = context.closed()
-    if closed:
-        complain(f"{context.where} was {closed}")
+        if closed := context.closed():
+            complain(f"{context.where} was {closed}")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0
@@ -138,7 +136,10 @@ def _counted(rows: Iterable[Surveyed], shares: Counter[str]) -> Iterator[Surveye
 
 def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     info, row = surveyed.info, lock_row(surveyed)
-    facts = [("key", info.key), *_kind(info), ("state", row[1] + _MORE.get(surveyed.state, ""))]
+    facts = [("key", info.key)]
+    if info.kind:  # no plain lock
+        facts.append(("kind", f"{'a share of ' if SHARE in info.key else ''}{KeyKind(info.kind)}"))
+    facts.append(("state", row[1] + _MORE.get(surveyed.state, "")))
     if surveyed.pinned:
         name = "pinned by" if surveyed.state == "pinned" else "guarded by"
         for pin in surveyed.pinned.pins:
@@ -171,14 +172,8 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     return [*facts, ("asked back", info.revoked)] if info.revoked is not None else facts
 
 
-def _kind(info: LockInfo) -> list[tuple[str, str]]:
-    """What the key is used for, if that is no plain lock."""
-    share = "a share of " if SHARE in info.key else ""
-    return [("kind", f"{share}{KeyKind(info.kind)}")] if info.kind else []
-
-
 def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
-    held = truly_held(event, events) if event.kind == "lost" else event.seconds
+    held = truly_held(event, events)
     long = f"{_SPENT[event.kind]} {span(held)}" if event.kind in _SPENT else "-"
     if event.seconds - held >= 0.1:
         long += f", noticed {span(event.seconds - held)} later"

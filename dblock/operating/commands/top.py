@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dblock.core.text import printable
 from dblock.operating.administration import Surveyed
-from dblock.operating.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
+from dblock.operating.commands.console import HEADER, as_json, complain, lock_json, lock_row, say
 from dblock.operating.commands.context import Context
 
 PAPER: Final = 200
 """Columns where there is no terminal."""
 NARROW: Final = 110
-"""With fewer columns less is shown."""
+"""With fewer columns neither rates nor labels are shown."""
 BREATH: Final = 4.0
 """It pauses this many times as long as a query took, which is long if the table has millions of free keys."""
 WINDOW: Final = 10.0
@@ -29,19 +29,15 @@ class Rates:
     """How often keys change hands, as far as samples show: a tenure that begins and ends between two is not seen."""
 
     fences: dict[str, int] = field(default_factory=dict)
-    changes: deque[tuple[float, str]] = field(default_factory=deque)
+    changes: list[tuple[float, str]] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
 
     def sample(self, rows: list[Surveyed]) -> None:
         """Look at who holds what now."""
-        now = time.monotonic()
-        for row in rows:
-            before = self.fences.get(row.info.key)
-            if before is not None and before != row.info.fence:
-                self.changes.append((now, row.info.key))
-        self.fences.update({row.info.key: row.info.fence for row in rows})
-        while self.changes and self.changes[0][0] < now - WINDOW:
-            _ = self.changes.popleft()
+        now, fences = time.monotonic(), {row.info.key: row.info.fence for row in rows}
+        self.changes = [(at, key) for at, key in self.changes if at >= now - WINDOW]
+        self.changes += [(now, key) for key, fence in fences.items() if self.fences.get(key, fence) != fence]
+        self.fences |= fences
 
     def rate(self, key: str | None = None) -> float:
         """New tenures a second, of one key or of all."""
@@ -64,22 +60,21 @@ def top(context: Context, options: Namespace) -> int:
         paper = Console(width=PAPER)
 
         def write(rows: list[Surveyed]) -> None:
-            with paper.capture() as written:
+            with paper.capture() as written:  # it would end the process itself where nobody reads on
                 paper.print(_view(context, rows, rates, len(rows) + 4, PAPER))
             say("\n".join(line.rstrip() for line in written.get().splitlines()))
 
         return _loop(context, options, rates, write)
-    console = Console()
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    screen = Console()
+    with Live(console=screen, screen=True, auto_refresh=False) as live:
 
         def draw(rows: list[Surveyed]) -> None:
-            width, height = console.size
-            live.update(_view(context, rows, rates, height, width), refresh=True)
+            live.update(_view(context, rows, rates, screen.height, screen.width), refresh=True)
 
         return _loop(context, options, rates, draw)
 
 
-def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
+def _loop(context: Context, options: Namespace, rates: Rates, show: Callable[[list[Surveyed]], object]) -> int:
     left: float = options.count or float("inf")
     while True:
         began = time.monotonic()
@@ -122,8 +117,8 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
         ("   Ctrl-C ends", "dim"),
     )
     view = Table(box=None, pad_edge=False, expand=True, header_style="reverse")
-    shown = [*HEADER[:5], "TEN./S", *HEADER[5:]] if width >= NARROW else [*HEADER[:4], "WAIT", "HOLDER"]
-    for name in shown:
+    wide = width >= NARROW
+    for name in (*HEADER[:5], "TEN./S", *HEADER[5:]) if wide else HEADER[:6]:
         text = name in {"KEY", "HOLDER", "LABEL"}
         view.add_column(
             name,
@@ -133,22 +128,8 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
             ratio=1 if text else None,
         )
     for row in rows[: max(height - 4, 1)]:
-        rate = rates.rate(row.info.key)
-        cells = list(lock_row(row)) if width >= NARROW else _short_row(row)
-        if width >= NARROW:
-            cells.insert(5, f"{rate:.1f}" if rate else "-")
+        rate, cells = rates.rate(row.info.key), lock_row(row)
+        cells = (*cells[:5], f"{rate:.1f}" if rate else "-", *cells[5:]) if wide else cells[:6]
         style = "red" if row.state in {"expired", "pinned"} else "yellow" if row.waiters else ""
         view.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(head, view)
-
-
-def _short_row(row: Surveyed) -> list[str]:
-    """Where there is little room: times in one unit, and the holder's program first, without its thread."""
-    info = row.info
-    key, state, held_for, left, waiting, holder, _ = lock_row(row)
-    if holder != "-":
-        holder = f"{info.identity.program} {info.identity.pid} {info.identity.host}"
-        times = [info.age + min(info.remaining, 0.0), info.remaining]
-        held_for, left = (" ".join(parts(abs(each))[0]) for each in times)
-        left = f"-{left}" if info.remaining < 0 else left
-    return [key, state, held_for, left, waiting, holder]
