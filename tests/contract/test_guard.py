@@ -253,10 +253,15 @@ def rival(database: str) -> Iterator[Rival]:
     made.engine.dispose()
 
 
-def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Makes clients, over an empty table of the user's."""
+def empty(database: str) -> None:
+    """The table of the user's, without a row."""
     run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
     run(database, "DELETE FROM guarded")
+
+
+def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Makes clients, over that table."""
+    empty(database)
     made: list[Any] = []
 
     def make(kind: str, level: str | None = None) -> Any:
