@@ -405,6 +405,8 @@ def test_the_callers_transaction_is_of_no_account(sqlite: object, locks: testing
         lock.guard()
     with pytest.raises(LockLost):
         lock.release()
+    with lock.atomic():
+        locks.take_away("k")  # too late: the guard has seen that it was held
     with lock, pytest.raises(transaction.TransactionManagementError, match="call it inside atomic"):
         lock.guard()
     connections.close_all()
@@ -422,6 +424,8 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
         assert lock.locked()
         session.commit()
         assert not lock.locked()
+    with sqlalchemy_dblock.db_lock(engine, "k").begin(engine):
+        locks.take_away("k")
     engine.dispose()
 
 
