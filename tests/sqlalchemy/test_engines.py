@@ -33,7 +33,6 @@ from sqlalchemy_dblock import (
     InvalidKey,
     Lock,
     LockStoreError,
-    LockTimeout,
     StoreUnreachable,
     UnsupportedDatabase,
     db_leader,
@@ -414,18 +413,6 @@ def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: st
             db_lock(engine, "k").acquire(timeout=timeout)
         assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)
     engine.dispose()
-
-
-def test_a_foreign_writer_on_sqlite_is_part_of_the_wait(engine: Engine) -> None:
-    """Somebody keeps the database's one write lock: the time is up, LockTimeout says why, and nothing is left."""
-    with engine.connect() as connection:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-        assert db_lock(engine, "k").acquire(timeout=0.1) is False
-        with pytest.raises(LockTimeout, match="locked"), db_lock(engine, "k", timeout=0.1):
-            pytest.fail("unreachable")
-        connection.rollback()
-    with db_lock(engine, "k"):
-        pass
 
 
 @pytest.mark.direct
