@@ -154,21 +154,6 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
 # -- what is said
 
 
-def test_a_flow_that_never_held(either: Subject, actor: Actor, other: Actor) -> None:
-    """`check()` and `verify()` raise LockLost and say so, `owned()` is False; somebody else's hold changes nothing."""
-    lock = either.lock("k")
-    for _ in range(2):
-        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
-            actor.do(lock.check)
-        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
-            actor.call(lock, "verify")
-        assert actor.call(lock, "owned") is False
-        assert (actor.get(lock, "state"), actor.get(lock, "remaining")) == (None, 0.0)
-        if not either.run("SELECT 1 FROM locks"):
-            other.call(lock, "acquire")
-    other.call(lock, "release")
-
-
 def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
     lock = either.lock("k", ttl=20)
