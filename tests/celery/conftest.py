@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 from celery._state import _set_current_app, _tls
-from sqlalchemy import Engine, create_engine
-from sqlalchemy.pool import NullPool
 
 from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
-from sqlalchemy_dblock import metadata
 from tests.celery import locked
 from tests.conftest import ready, run, url
 from tests.support.servers import RabbitMQ, Redis, running
@@ -178,15 +175,6 @@ def _current_app() -> Iterator[None]:
     before = _tls.current_app
     yield
     _set_current_app(before)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A file of locks."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.contract.conftest import AXES
 from tests.contract.test_lease import STEAL
-from tests.contract.test_queue import LATER
-from tests.support.lab import renewed, until
+from tests.support.lab import LATER, renewed, until
 from tests.support.subjects import Actor, Subject
 
 # -- options

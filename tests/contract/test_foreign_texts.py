@@ -13,8 +13,7 @@ import pytest
 
 from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
 from tests.contract.test_administration import Desk, desk
-from tests.contract.test_queue import LATER
-from tests.support.lab import until
+from tests.support.lab import LATER, until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 

@@ -15,7 +15,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import SELDOM, timed
 from tests.contract.conftest import AXES
-from tests.support.lab import PROTOCOL, remaining, until
+from tests.support.lab import LATER, PROTOCOL, remaining, until
 from tests.support.subjects import Actor, Actors, Subject, twin
 
 WAITERS = """
@@ -47,15 +47,6 @@ def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the local queue for the key."""
     local_queue = runtime.current.site(subject.lock("k")._place.store()).local_queues.get("k")
     return 0 if local_queue is None else len(local_queue._waiters)
-
-
-LATER = {
-    "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
-    "mysql": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
-    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('%+.3f seconds', :seconds))",
-}
-LATER["mariadb"] = LATER["mysql"]
-"""So many seconds from now, by the database's clock."""
 
 
 def stranger(

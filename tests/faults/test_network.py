@@ -17,9 +17,8 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, timed, url
-from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, SEVERAL_WIRES, Wire, name_of, proxied
-from tests.support.lab import LONG, alive, remaining, renews, until
+from tests.support.lab import LATER, LONG, alive, remaining, renews, until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
