@@ -7,9 +7,11 @@ The essential promises run in each cell. Each axis is the whole product with DBL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from django.test import override_settings
 
 from tests.conftest import ready
 from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL
@@ -53,6 +55,20 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     [axis] = AXES.keys() & {*request.fixturenames}
     found: Subject = request.getfixturevalue(axis)
     return found
+
+
+@contextmanager
+def with_settings(plain: Subject, **given: Any) -> Iterator[Subject]:
+    """The subject, for whose locks these settings, or options of its engine, stand while the block lasts."""
+    if plain.variant == "django":
+        with override_settings(DBLOCK={name.upper(): value for name, value in given.items()}):
+            yield plain
+        return
+    own = plain.over(execution_options={f"dblock_{name}": value for name, value in given.items()})
+    yield own
+    disposing = Actor(own)
+    disposing.do(own.engine.dispose)
+    disposing.close()
 
 
 @pytest.fixture
