@@ -49,20 +49,15 @@ def lined_up(subject: Subject) -> int:
     return 0 if local_queue is None else len(local_queue._waiters)
 
 
-def stranger(
-    subject: Subject, ticket: Any, seconds: float, name: str = "s", *, ttl: float = 30, key: str = "k"
-) -> None:
+def stranger(subject: Subject, ticket: Any, seconds: float, name: str = "s", **differently: Any) -> None:
     """Enqueue a waiter that no flow belongs to, as a killed process leaves it, for so many seconds."""
+    given = {"ttl": 30, "key": "k", "channel": "", **differently}
     later = LATER[subject.protocol.dialect.name]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
         " channel, joined_at, expires_at)"
-        f" VALUES (:name, :key, :ticket, :ttl, '', 'h', 1, '', '', '', '', {later}, {later})",
-        name=name,
-        key=key,
-        ttl=ttl,
-        ticket=ticket,
-        seconds=seconds,
+        f" VALUES (:name, :key, :ticket, :ttl, '', 'h', 1, '', '', '', :channel, {later}, {later})",
+        **{"name": name, "ticket": ticket, "seconds": seconds, **given},
     )
 
 
