@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from tests.conftest import ready
+from tests.conftest import each_of, ready
 from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL
 from tests.support.subjects import EVERY, PRODUCT, Actor, Subject
 
@@ -24,14 +24,7 @@ AXES: dict[str, list[Subject]] = {}
 def axis(name: str, cells: Iterable[Subject], kind: str = "") -> Any:
     """A fixture that is each of these cells in turn, with empty tables; with `kind` those of a face of that kind."""
     AXES[name] = [each for each in (EVERY if PRODUCT else cells) if kind in {"", each.face}]
-
-    @pytest.fixture(name=name, params=AXES[name], ids=str)
-    def cell(request: pytest.FixtureRequest) -> Subject:
-        subject: Subject = request.param
-        ready(request, subject.database)
-        return subject
-
-    return cell
+    return each_of(AXES[name])
 
 
 protocol = axis("protocol", PROTOCOL)

@@ -19,17 +19,15 @@ from django.test import TestCase
 from dblock import LockTimeout, db_lock, observe
 from dblock.core import runtime
 from dblock.core.observing.events import Kind
-from tests.conftest import SERVERS, ready, run, timed
+from tests.conftest import SERVERS, each_of, ready, run, timed
 from tests.contract.test_guard import Rival, rival
 from tests.support.lab import renews
 
 __all__ = ["rival"]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest) -> str:
-    """A server, and SQLite for the rules of its one writer."""
-    return ready(request, request.param)
+database = each_of(["sqlite", "postgresql"])
+"""A server, and SQLite for the rules of its one writer."""
 
 
 @pytest.fixture(autouse=True)

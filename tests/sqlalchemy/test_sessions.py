@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from sqlalchemy_dblock import LockError, db_lock
-from tests.conftest import INNODB, SERVERS, ready, url
+from tests.conftest import INNODB, SERVERS, each_of, url
 from tests.contract.test_guard import Rival, empty, notes, rival
 from tests.contract.test_guarded import write
 from tests.support.lab import until
@@ -40,10 +40,8 @@ DRIVERS = [
 ]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest) -> str:
-    """A server, and SQLite for the rules of its one writer; drivers that await are tested by themselves."""
-    return ready(request, request.param)
+database = each_of(["sqlite", "postgresql"])
+"""A server, and SQLite for the rules of its one writer; drivers that await are tested by themselves."""
 
 
 @pytest.fixture
