@@ -20,6 +20,7 @@ from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
 from tests.celery import locked
 from tests.conftest import ready, run, url
+from tests.support.lab import ended
 from tests.support.servers import RabbitMQ, Redis, running
 
 ROOT = Path(__file__).parent.parent.parent
@@ -196,16 +197,13 @@ def rabbitmq() -> Iterator[RabbitMQ]:
 @pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Celery]]:
     """Makes an app on a broker ("redis" or "rabbitmq"), with settings."""
-    made = list[Celery]()
 
-    def maker(broker: str = "redis", **told: Any) -> Celery:
+    def new(broker: str = "redis", **told: Any) -> Celery:
         ready(request, "postgresql")
-        made.append(Celery(request.getfixturevalue(broker).url, tmp_path, **told))
-        return made[-1]
+        return Celery(request.getfixturevalue(broker).url, tmp_path, **told)
 
-    yield maker
-    for each in made:
-        each.close()
+    with ended(new) as make:
+        yield make
 
 
 def runs() -> list[Any]:

@@ -30,6 +30,7 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, each_of, run, timed, url
+from tests.support.lab import ended
 
 HOUR = 3600.0
 TWO = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
@@ -76,15 +77,8 @@ database = each_of(["postgresql"])
 @pytest.fixture
 def make(database: str) -> Iterator[Callable[..., Beat]]:
     """Makes beats on one database."""
-    made = list[Beat]()
-
-    def maker(face: str = "sqlalchemy", **differently: Any) -> Beat:
-        made.append(Beat(face, database, **differently))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
+    with ended(Beat) as make:
+        yield lambda face="sqlalchemy", **differently: make(face, database, **differently)
     run(database, "DROP TABLE IF EXISTS lock_states")
 
 

@@ -14,7 +14,7 @@ import pytest
 from django.test import override_settings
 
 from tests.conftest import each_of, ready
-from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL
+from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL, ended
 from tests.support.subjects import EVERY, PRODUCT, Actor, Subject
 
 AXES: dict[str, list[Subject]] = {}
@@ -67,15 +67,8 @@ def with_settings(plain: Subject, **given: Any) -> Iterator[Subject]:
 @pytest.fixture
 def actors(subject: Subject) -> Iterator[Callable[[int], list[Actor]]]:
     """Makes flows of control that end with the test."""
-    made: list[Actor] = []
-
-    def make(count: int) -> list[Actor]:
-        made.extend(Actor(subject) for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for actor in made:
-        actor.close()
+    with ended(Actor) as make:
+        yield lambda count: [make(subject) for _ in range(count)]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
 from tests.contract.test_lease import STEAL
-from tests.support.lab import expire, renewed, until
+from tests.support.lab import ended, expire, renewed, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -260,15 +260,8 @@ def empty(database: str) -> None:
 def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Makes clients, over that table."""
     empty(database)
-    made: list[Any] = []
-
-    def make(kind: str, level: str | None = None) -> Any:
-        made.append(client(kind, database, level))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with ended(client) as make:
+        yield lambda kind, level=None: make(kind, database, level)
 
 
 @pytest.fixture

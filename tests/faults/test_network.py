@@ -17,13 +17,10 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, timed, url
-from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, SEVERAL_WIRES, Wire, name_of, proxied
+from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, NOISY, SEVERAL_WIRES, Wire, name_of, proxied
 from tests.support.lab import LATER, LONG, alive, remaining, renews, until
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOISY
 
 
 def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import pytest
 from django.db import connections
@@ -34,6 +34,7 @@ from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who
 from tests.support.subjects import MATRIX, PSYCOPG2, Subject
 
 ROOT = Path(__file__).parents[2]
+P = ParamSpec("P")
 T = TypeVar("T")
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 
@@ -222,6 +223,21 @@ def apart(function: Callable[[], T]) -> T:
         return thread.submit(function).result()
 
 
+@contextlib.contextmanager
+def ended(make: Callable[P, T]) -> Iterator[Callable[P, T]]:
+    """The same, and whatever it has made is closed at the end."""
+    made = list[Any]()
+
+    def making(*args: P.args, **options: P.kwargs) -> T:
+        each = make(*args, **options)
+        made.append(each)
+        return each
+
+    yield making
+    for each in made:
+        each.close()
+
+
 def in_child(function: Callable[[], Any]) -> Any:
     """What `function` returns in a forked child, which leaves like a prefork worker's."""
     reader, writer = os.pipe()
@@ -392,9 +408,9 @@ def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None], secon
 
     def end_later() -> bool:
         found = ends()
-        return bool(ended) and all(found.get(owner, "") > end for owner, end in ended.items())
+        return bool(then) and all(found.get(owner, "") > end for owner, end in then.items())
 
-    ended = ends()
+    then = ends()
     time.sleep(0.002)  # SQLite's clock ticks in milliseconds
     begin()
     return until(end_later, seconds)
