@@ -21,24 +21,17 @@ from dblock.core.errors import LockTimeout
 from tests.celery import locked
 from tests.conftest import ready, run, url
 from tests.support.lab import ended
+from tests.support.loaded import python, without
 from tests.support.servers import RabbitMQ, Redis, running
 
 ROOT = Path(__file__).parent.parent.parent
-PLAIN = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+PLAIN = without("DJANGO_SETTINGS_MODULE")
 """The environment of a process without Django."""
 
 
-def python(code: str, *arguments: str, environment: dict[str, str] = PLAIN) -> str:
-    """What a Python of its own has said, which ran to its end."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def django(code: str, environment: dict[str, str]) -> str:
-    """The same of one on a Django site."""
-    return python(f"import django\ndjango.setup()\n{code}", environment=environment)
+    """What a program on a Django site says."""
+    return python("-c", f"import django\ndjango.setup()\n{code}", environment=environment).stdout
 
 
 def beats_site(directory: Path) -> dict[str, str]:

@@ -11,9 +11,10 @@ from django.core.management import CommandError, call_command
 
 from dblock import db_lock
 from dblock.tasks import reap_expired
-from tests.celery.conftest import beats_site, django, python
+from tests.celery.conftest import PLAIN, beats_site, django
 from tests.conftest import ALIASES
 from tests.contract.test_queue import stranger
+from tests.support.loaded import python
 from tests.support.subjects import Subject
 
 
@@ -67,7 +68,7 @@ def work():
     return "done"
 assert work.apply().get() == "done"
 """
-    _ = python(code, str(tmp_path))
+    _ = python("-c", code, str(tmp_path), environment=PLAIN)
 
 
 SCHEDULED = """
