@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import get_ident
@@ -315,10 +315,22 @@ def _known(name: str, make: Callable[[], S]) -> AbstractContextManager[S]:
     return running(make, int(os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"]))
 
 
-@pytest.fixture(params=DATABASES)
-def database(request: pytest.FixtureRequest) -> str:
-    """Each database in turn, running and with an empty table."""
-    return ready(request, request.param)
+def each_of(cells: Sequence[Any] | None = None) -> Any:
+    """A fixture: each of these databases, or of what is about one, in turn: it runs, with empty tables.
+
+    Without any it is the one that a test names with `indirect`.
+    """
+
+    @pytest.fixture(params=cells, ids=str)
+    def cell(request: pytest.FixtureRequest) -> Any:
+        _ = ready(request, getattr(request.param, "database", request.param))
+        return request.param
+
+    return cell
+
+
+database = each_of(DATABASES)
+subject = each_of()
 
 
 @pytest.fixture
@@ -330,13 +342,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     create_tables(made)
     yield made
     made.dispose()
-
-
-@pytest.fixture
-def subject(request: pytest.FixtureRequest) -> Any:
-    """A cell of the matrix that a test names with `indirect`: its database runs, with empty tables."""
-    _ = ready(request, request.param.database)
-    return request.param
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:

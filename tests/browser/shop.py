@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -11,16 +10,16 @@ import sys
 from collections.abc import Iterator
 
 from tests.support.lab import ROOT
+from tests.support.loaded import without
 
 
 @contextlib.contextmanager
 def opened(**environment: str) -> Iterator[str]:
     """The address of the shop, which is open meanwhile; it closes as by Ctrl-C, and must end well."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("DATABASE", "CELERY", "DJANGO"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "example_project.serve"],
         cwd=ROOT,
-        env={**known, "PORT": "0", **environment},
+        env={**without("DATABASE", "CELERY", "DJANGO"), "PORT": "0", **environment},
         stdout=subprocess.PIPE,
         text=True,
     )

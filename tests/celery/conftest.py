@@ -15,32 +15,23 @@ from typing import Any
 
 import pytest
 from celery._state import _set_current_app, _tls
-from sqlalchemy import Engine, create_engine
-from sqlalchemy.pool import NullPool
 
 from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
-from sqlalchemy_dblock import metadata
 from tests.celery import locked
 from tests.conftest import ready, run, url
+from tests.support.lab import ended
+from tests.support.loaded import python, without
 from tests.support.servers import RabbitMQ, Redis, running
 
 ROOT = Path(__file__).parent.parent.parent
-PLAIN = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+PLAIN = without("DJANGO_SETTINGS_MODULE")
 """The environment of a process without Django."""
 
 
-def python(code: str, *arguments: str, environment: dict[str, str] = PLAIN) -> str:
-    """What a Python of its own has said, which ran to its end."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def django(code: str, environment: dict[str, str]) -> str:
-    """The same of one on a Django site."""
-    return python(f"import django\ndjango.setup()\n{code}", environment=environment)
+    """What a program on a Django site says."""
+    return python("-c", f"import django\ndjango.setup()\n{code}", environment=environment).stdout
 
 
 def beats_site(directory: Path) -> dict[str, str]:
@@ -180,15 +171,6 @@ def _current_app() -> Iterator[None]:
     _set_current_app(before)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A file of locks."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
-    metadata.create_all(engine)
-    yield engine
-    engine.dispose()
-
-
 @pytest.fixture(scope="session")
 def redis() -> Iterator[Redis]:
     """A broker."""
@@ -208,16 +190,13 @@ def rabbitmq() -> Iterator[RabbitMQ]:
 @pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Celery]]:
     """Makes an app on a broker ("redis" or "rabbitmq"), with settings."""
-    made = list[Celery]()
 
-    def maker(broker: str = "redis", **told: Any) -> Celery:
+    def new(broker: str = "redis", **told: Any) -> Celery:
         ready(request, "postgresql")
-        made.append(Celery(request.getfixturevalue(broker).url, tmp_path, **told))
-        return made[-1]
+        return Celery(request.getfixturevalue(broker).url, tmp_path, **told)
 
-    yield maker
-    for each in made:
-        each.close()
+    with ended(new) as make:
+        yield make
 
 
 def runs() -> list[Any]:

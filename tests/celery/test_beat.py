@@ -29,7 +29,8 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, ready, run, timed, url
+from tests.conftest import ALIASES, each_of, run, timed, url
+from tests.support.lab import ended
 
 HOUR = 3600.0
 TWO = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
@@ -69,24 +70,15 @@ class Beat:
             self._engine.dispose()
 
 
-@pytest.fixture(params=["postgresql"])
-def database(request: pytest.FixtureRequest) -> str:
-    """One: what each of them makes of a state and of a leader is tested in `tests/contract`."""
-    return ready(request, request.param)
+database = each_of(["postgresql"])
+"""One: what each of them makes of a state and of a leader is tested in `tests/contract`."""
 
 
 @pytest.fixture
 def make(database: str) -> Iterator[Callable[..., Beat]]:
     """Makes beats on one database."""
-    made = list[Beat]()
-
-    def maker(face: str = "sqlalchemy", **differently: Any) -> Beat:
-        made.append(Beat(face, database, **differently))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
+    with ended(Beat) as make:
+        yield lambda face="sqlalchemy", **differently: make(face, database, **differently)
     run(database, "DROP TABLE IF EXISTS lock_states")
 
 

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kombu import Connection
 
 from tests.celery.conftest import PLAIN, Process, beats_site, django, wait_until
 from tests.conftest import run, url
+from tests.support.lab import ended
 from tests.support.servers import Redis
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
@@ -80,15 +82,8 @@ class Beats:
 
 @pytest.fixture
 def make(redis: Redis, tmp_path: Path) -> Iterator[Callable[..., Beats]]:
-    made = list[Beats]()
-
-    def maker(**environment: str) -> Beats:
-        made.append(Beats(redis.url, tmp_path, **environment))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
+    with ended(partial(Beats, redis.url, tmp_path)) as make:
+        yield make
 
 
 def gaps(sent: dict[str, list[float]]) -> list[float]:

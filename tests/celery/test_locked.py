@@ -8,36 +8,15 @@ from collections.abc import Callable
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
-from dblock.core.errors import LockLost, LockTimeout
+from dblock.core.errors import LockLost
 from tests.celery import locked
-from tests.celery.conftest import Celery, ended_as_told, held, overlaps, runs, wait_until
+from tests.celery.conftest import Celery, held, overlaps, runs, wait_until
 from tests.conftest import run
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(240)]
 
 LEASE = 3.0
 """Seconds: that of the tasks."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "scope"), [*((policy, "run") for policy in locked.POLICIES), ("retry", "both"), ("skip", "queue")]
-)
-def test_tasks_take_turns(celery: Celery, policy: str, scope: str) -> None:
-    """On each key one at a time, and each task ends as its policy says."""
-    task, results, refused = locked.TASKS[policy, scope], [], 0
-    for number in range(16):
-        try:
-            results.append(task.delay(f"r{number % 4}"))
-        except LockTimeout:
-            refused += 1
-    outcomes = [result.get(timeout=50, propagate=False) for result in results]
-    assert not overlaps()
-    assert not held()
-    ended_as_told(policy, scope, outcomes, refused)
-    ran = len(runs())
-    if scope == "run" and policy in {"retry", "wait"}:
-        assert ran == 16
-    assert ran == len({result.id for result in results if str(result.get(propagate=False)).startswith("done")})
 
 
 def test_a_long_task_keeps_its_lock(celery: Celery) -> None:

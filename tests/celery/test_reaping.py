@@ -11,8 +11,11 @@ from django.core.management import CommandError, call_command
 
 from dblock import db_lock
 from dblock.tasks import reap_expired
-from tests.celery.conftest import beats_site, django, python
-from tests.conftest import ALIASES, run
+from tests.celery.conftest import PLAIN, beats_site, django
+from tests.conftest import ALIASES
+from tests.contract.test_queue import stranger
+from tests.support.loaded import python
+from tests.support.subjects import Subject
 
 
 @pytest.fixture
@@ -31,12 +34,7 @@ def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: object, dat
     for key in ("a", "b"):
         with db_lock(key, using=alias):
             pass
-    run(
-        database,
-        "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
-        " channel, joined_at, expires_at) SELECT 'dead', 'c', 1, 5, '', '', 1, '', '', '', '', acquired_at, expires_at"
-        " FROM locks WHERE lock_key = 'a'",
-    )
+    stranger(Subject("sqlalchemy", "sync", database), 1, -1, key="c")
     task = reap_expired._get_current_object()
     assert task.apply(kwargs={"using": alias}).get() == {alias: {"locks": 0, "lock_waiters": 0}}
     found = task.apply(kwargs={"using": [alias], "retention": 0}).get()
@@ -70,7 +68,7 @@ def work():
     return "done"
 assert work.apply().get() == "done"
 """
-    _ = python(code, str(tmp_path))
+    _ = python("-c", code, str(tmp_path), environment=PLAIN)
 
 
 SCHEDULED = """

@@ -38,6 +38,7 @@ from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
 from tests.conftest import clocked, run, url
+from tests.support.lab import apart
 
 NUMBERS = itertools.count()
 
@@ -58,12 +59,6 @@ def known(lock: Any) -> LockInfo:
     info: LockInfo | None = lock.inspect()
     assert info is not None
     return info
-
-
-def elsewhere(call: Callable[[], Any]) -> Any:
-    """What it returns when another thread calls it."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
 
 
 class Site:
@@ -246,7 +241,7 @@ def test_a_call_by_name_takes_the_lock_when_it_runs(site: Site, scope: str) -> N
 
     @site.task("{n}", scope=scope)
     def work(self: Any, n: int) -> Any:
-        return current_lock().key, site.held(), elsewhere(lambda: work.delay(n).id)
+        return current_lock().key, site.held(), apart(lambda: work.delay(n).id)
 
     result = site.app.send_task(work.name, (1,))
     assert site.held() == {}
@@ -472,7 +467,7 @@ def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture
     @site.task("k", on_busy="skip")
     def work(self: Any) -> str:
         inner = work.delay()
-        elsewhere(site.run)
+        apart(site.run)
         return str(inner.id)
 
     def hear(**said: Any) -> None:
@@ -503,7 +498,7 @@ def test_so_many_runs_at_a_time(site: Site, on_busy: str) -> None:
         assert permit.key == f"api:{name}"
         if deeper:
             inner = work.delay(name, deeper - 1)
-            elsewhere(site.run)
+            apart(site.run)
             states.append(inner.status)
 
     _ = work.delay("a", 1)
@@ -569,7 +564,7 @@ def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site, scope: str) -
         try:
             raise self.retry(countdown=0)
         finally:
-            elsewhere(site.run)
+            apart(site.run)
             assert (result.state, site.messages()) == ("RETRY", 1)
 
     result = work.delay()
@@ -585,7 +580,7 @@ def test_a_second_call_is_answered_with_the_first(site: Site) -> None:
 
     @site.task("k", scope="queue", ttl=3)
     def work(self: Any) -> Any:
-        return [work.delay().id, elsewhere(work.delay).id, known(current_lock()).remaining < 4]
+        return [work.delay().id, apart(work.delay).id, known(current_lock()).remaining < 4]
 
     first = work.delay()
     assert site.held() == {"k": first.id}
@@ -745,7 +740,7 @@ def test_a_message_that_comes_twice_is_run_by_one_at_a_time(site: Site) -> None:
     def work(self: Any) -> None:
         runs.append(current_lock().fence)
         if len(runs) == 1:
-            elsewhere(request.execute)
+            apart(request.execute)
             assert result.state == "RETRY"
             current_lock().check()
 
@@ -768,7 +763,7 @@ def test_one_runs_and_one_is_queued(site: Site) -> None:
         if self.request.id == first.id:
             later.append(work.delay().id)
             later.append(work.delay().id)
-            elsewhere(site.run)
+            apart(site.run)
             assert site.app.AsyncResult(later[0]).state == "RETRY"
             later.append(work.delay().id)
         return "done"
@@ -1156,7 +1151,7 @@ def test_a_token_of_another_key_is_no_lock(site: Site, scope: str, of: str) -> N
 
     if of == "a holder":
         victim = db_lock(site.engine, "victim")
-        token = elsewhere(lambda: victim.acquire() and victim.detach())
+        token = apart(lambda: victim.acquire() and victim.detach())
         key = "victim"
     else:
         other = site.task("k{n}", scope="queue")(work_of_others)
@@ -1187,7 +1182,7 @@ def test_a_token_of_another_key_is_not_given_back(site: Site, how: str) -> None:
 
     _ = make_key(work)  # as by its sender
     victim = db_lock(site.engine, "victim")
-    result = forge(site, work, token=elsewhere(lambda: victim.acquire() and victim.detach()))
+    result = forge(site, work, token=apart(lambda: victim.acquire() and victim.detach()))
     if how == "revoked":
         state.revoked.add(result.id)
         assert site.fetch().revoked()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.celery.conftest import Worker, django, python
+from tests.celery.conftest import Worker, django
 from tests.support.lab import until
+from tests.support.loaded import python, without
 from tests.support.servers import Redis
 
 pytestmark = pytest.mark.workers
@@ -69,6 +70,5 @@ take_stock.delay(lock.detach())
 def test_the_demo() -> None:
     """`make demo APP=celery`, with fewer producers outside `make celery`: nothing is lost."""
     few = "" if LONG else "demo.PRODUCERS = 3; "
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DATABASE")}
     code = f"from example_project import celery_demo as demo; {few}raise SystemExit(demo.main())"
-    assert "none lost" in python(code, environment=environment)
+    assert "none lost" in python("-c", code, environment=without("DATABASE")).stdout

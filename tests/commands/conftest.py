@@ -17,7 +17,7 @@ import pytest
 from dblock.cli import main
 from dblock.management.commands.dblock import Command
 from sqlalchemy_dblock import db_lock
-from tests.conftest import ALIASES, DATABASES, observer, ready, run, url
+from tests.conftest import ALIASES, DATABASES, each_of, observer, run, url
 from tests.support.lab import ROOT
 
 SETTINGS = {"DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
@@ -133,18 +133,6 @@ def rest_of(master: int) -> bytes:
             seen += more
     os.close(master)
     return seen
-
-
-def each_of(shells: Sequence[Shell]) -> Any:
-    """A fixture: each of them in turn, with empty tables."""
-
-    @pytest.fixture(params=shells, ids=str)
-    def fixture(request: pytest.FixtureRequest) -> Shell:
-        _ = ready(request, request.param.database)
-        shell: Shell = request.param
-        return shell
-
-    return fixture
 
 
 shell = each_of(EACH)

@@ -26,9 +26,11 @@ from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
 from tests.conftest import SERVERS, observer, timed, url
+from tests.contract.test_queue import stranger
 from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.pages import block
+from tests.support.subjects import Subject
 
 # -- ls, show
 
@@ -128,22 +130,14 @@ def test_show_tells_all_about_a_key(shell: Shell) -> None:
         assert waiter["label"] == "next"
         assert waiter["waiting_for"] >= 0
         assert "owner" not in told
-        another = next_of_another_process(shell)
+        [(ticket,)] = shell.run("SELECT ticket FROM lock_waiters")
+        stranger(Subject("sqlalchemy", "sync", shell.database), ticket + 1, 60)  # whose place nobody keeps
         assert "(and 1 more; --waiters N shows more)" in shell("show", "k", "--waiters", "1").stdout
         found = json.loads(shell("show", "k", "--json", "--waiters", "1").stdout)
         assert (found["waiters"], [each["label"] for each in found["queue"]]) == (2, ["next"])
-        shell.run(f"DELETE FROM lock_waiters WHERE owner = '{another}'")
+        shell.run("DELETE FROM lock_waiters WHERE owner = 's'")
     waiting.join()
     assert "state:        held" in shell("show", "k").stdout
-
-
-def next_of_another_process(shell: Shell) -> str:
-    """A second place in the queue of `k`, which nobody keeps; its token."""
-    columns = "lock_key, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at"
-    shell.run(
-        f"INSERT INTO lock_waiters (owner, ticket, {columns}) SELECT 'x', ticket + 1, {columns} FROM lock_waiters"
-    )
-    return "x"
 
 
 def test_a_lease_that_has_ended_blocks_nobody(one: Shell) -> None:

@@ -13,13 +13,13 @@ import pytest
 from dblock.core.errors import LockLost
 from dblock.core.protocol.drive import drive
 from dblock.operating import administration
-from tests.commands.conftest import EACH, Shell, each_of
+from tests.commands.conftest import EACH, Shell
+from tests.conftest import each_of
 from tests.support.lab import LONG, until
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 KEY = f"k {TEXT}"
 NAMES = ("label", "host", "thread", "program", "celery_task_id")
-
 
 shell = each_of(EACH if LONG else [EACH[0], EACH[2]])
 """Each face on one database, since each test starts processes; all in `make faults`."""

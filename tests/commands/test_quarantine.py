@@ -19,15 +19,15 @@ from sqlalchemy_dblock import LockTimeout, attach, db_lock
 from tests.commands.conftest import Shell
 from tests.commands.test_doctor import findings
 from tests.conftest import SERVERS, ready, run, url
-from tests.support.failover import SOON
+from tests.support.lab import LATER, later
 
 
 @pytest.fixture(params=SERVERS)
 def closed(request: pytest.FixtureRequest) -> Iterator[str]:
     """A database whose server was promoted 34 seconds ago; its keys open in 26."""
     database = ready(request, request.param)
-    soon = SOON[database]
-    run(database, f"UPDATE lock_epoch SET since = {soon.format(-34)}, opens_at = {soon.format(26)}")
+    since, opens_at = later(database, -34), later(database, 26)
+    run(database, f"UPDATE lock_epoch SET since = {since}, opens_at = {opens_at}")
     yield database
     run(database, "UPDATE lock_epoch SET opens_at = since, floor = 0")
 
@@ -71,15 +71,15 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
 
 def test_a_token_waits_for_the_keys(closed: str, engine: Engine) -> None:
     """The error says until when; the tenure stays, and its bearer enters it afterwards."""
-    opens = f"UPDATE lock_epoch SET opens_at = {SOON[closed]}"
-    run(closed, opens.format(-1))
+    opens = f"UPDATE lock_epoch SET opens_at = {LATER[closed]}"
+    run(closed, opens, seconds=-1)
     with db_lock(engine, "k", ttl=60) as lock:
         fence, token = lock.fence, lock.detach()
-        run(closed, opens.format(26))
+        run(closed, opens, seconds=26)
         told = r"could not enter 'k' by its token: keys were closed 3\d s ago, .*: keys open in 2\d s"
         with pytest.raises(LockTimeout, match=told):
             attach(engine, token)
-        run(closed, opens.format(-1))
+        run(closed, opens, seconds=-1)
         with attach(engine, token) as again:
             assert again.fence == fence
 
@@ -87,7 +87,7 @@ def test_a_token_waits_for_the_keys(closed: str, engine: Engine) -> None:
 @pytest.mark.parametrize("face", ["django", "sqlalchemy"])
 def test_keys_are_closed_by_hand(closed: str, engine: Engine, face: str) -> None:
     """For the setting's length, also if no quarantine was under way; who holds a key goes on."""
-    run(closed, f"UPDATE lock_epoch SET opens_at = {SOON[closed].format(-1)}")
+    run(closed, f"UPDATE lock_epoch SET opens_at = {later(closed, -1)}")
     shell = Shell(face, closed)
     with db_lock(engine, "held", ttl=60) as held:
         assert shell("quarantine").returncode == 0
@@ -104,10 +104,10 @@ def test_keys_are_closed_by_hand(closed: str, engine: Engine, face: str) -> None
 
 def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
     """As it may be by another clock, its key is closed for a little longer than the others, and the error says so."""
-    run(closed, f"UPDATE lock_epoch SET opens_at = {SOON[closed].format(-1)}, floor = {-(2**61)}")
+    run(closed, f"UPDATE lock_epoch SET opens_at = {later(closed, -1)}, floor = {-(2**61)}")
     with db_lock(engine, "k"):
         pass
-    run(closed, f"UPDATE locks SET owner = 'x', expires_at = {SOON[closed].format(-0.1)} WHERE lock_key = 'k'")
+    run(closed, f"UPDATE locks SET owner = 'x', expires_at = {later(closed, -0.1)} WHERE lock_key = 'k'")
     assert_closed(engine, "k", r"closed 3\d s ago, .*: keys open in [12] s")
     with db_lock(engine, "another", timeout=0), db_lock(engine, "k", timeout=10):
         pass

@@ -18,8 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from dblock.cli import main
 from sqlalchemy_dblock import create_tables
 from tests import settings
-from tests.commands.conftest import EACH, Shell, each_of, end_of, rest_of, until_said
-from tests.conftest import observer, url
+from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
+from tests.conftest import each_of, observer, url
 from tests.support.lab import LONG, ROOT, times, until
 
 

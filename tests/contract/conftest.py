@@ -7,12 +7,14 @@ The essential promises run in each cell. Each axis is the whole product with DBL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from django.test import override_settings
 
-from tests.conftest import ready
-from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL
+from tests.conftest import each_of, ready
+from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL, ended
 from tests.support.subjects import EVERY, PRODUCT, Actor, Subject
 
 AXES: dict[str, list[Subject]] = {}
@@ -22,14 +24,7 @@ AXES: dict[str, list[Subject]] = {}
 def axis(name: str, cells: Iterable[Subject], kind: str = "") -> Any:
     """A fixture that is each of these cells in turn, with empty tables; with `kind` those of a face of that kind."""
     AXES[name] = [each for each in (EVERY if PRODUCT else cells) if kind in {"", each.face}]
-
-    @pytest.fixture(name=name, params=AXES[name], ids=str)
-    def cell(request: pytest.FixtureRequest) -> Subject:
-        subject: Subject = request.param
-        ready(request, subject.database)
-        return subject
-
-    return cell
+    return each_of(AXES[name])
 
 
 protocol = axis("protocol", PROTOCOL)
@@ -55,18 +50,25 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return found
 
 
+@contextmanager
+def with_settings(plain: Subject, **given: Any) -> Iterator[Subject]:
+    """The subject, for whose locks these settings, or options of its engine, stand while the block lasts."""
+    if plain.variant == "django":
+        with override_settings(DBLOCK={name.upper(): value for name, value in given.items()}):
+            yield plain
+        return
+    own = plain.over(execution_options={f"dblock_{name}": value for name, value in given.items()})
+    yield own
+    disposing = Actor(own)
+    disposing.do(own.engine.dispose)
+    disposing.close()
+
+
 @pytest.fixture
 def actors(subject: Subject) -> Iterator[Callable[[int], list[Actor]]]:
     """Makes flows of control that end with the test."""
-    made: list[Actor] = []
-
-    def make(count: int) -> list[Actor]:
-        made.extend(Actor(subject) for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for actor in made:
-        actor.close()
+    with ended(Actor) as make:
+        yield lambda count: [make(subject) for _ in range(count)]
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.contract.conftest import AXES
 from tests.contract.test_lease import STEAL
-from tests.contract.test_queue import LATER
-from tests.support.lab import renewed, until
+from tests.support.lab import LATER, renewed, until
 from tests.support.subjects import Actor, Subject
 
 # -- options
@@ -152,21 +151,6 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
 
 
 # -- what is said
-
-
-def test_a_flow_that_never_held(either: Subject, actor: Actor, other: Actor) -> None:
-    """`check()` and `verify()` raise LockLost and say so, `owned()` is False; somebody else's hold changes nothing."""
-    lock = either.lock("k")
-    for _ in range(2):
-        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
-            actor.do(lock.check)
-        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
-            actor.call(lock, "verify")
-        assert actor.call(lock, "owned") is False
-        assert (actor.get(lock, "state"), actor.get(lock, "remaining")) == (None, 0.0)
-        if not either.run("SELECT 1 FROM locks"):
-            other.call(lock, "acquire")
-    other.call(lock, "release")
 
 
 def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: Actor) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.conftest import DATABASES, url
+from tests.support.loaded import python
 from tests.support.subjects import PRODUCT
 
 pytest.importorskip("test.lock_tests")
@@ -59,11 +58,7 @@ def test_they_pass(database: str) -> None:
 
     Of the writer's lock and of several all that apply.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, url(database)], capture_output=True, text=True, check=False, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(python("-c", CODE, url(database)).stdout.splitlines()[-1])
     assert {name: failures for name, (_, failures) in found.items()} == {"semaphore": [], "write": [], "several": []}
     assert found["semaphore"][0] == 10
     assert found["write"][0] == found["several"][0] >= 10

@@ -6,15 +6,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
-from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
+from dblock import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
 from tests.contract.test_administration import Desk, desk
-from tests.contract.test_queue import LATER
-from tests.support.lab import until
+from tests.support.lab import LATER, until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
@@ -137,28 +135,3 @@ def test_what_the_database_says(subject: Subject, actor: Actor) -> None:
     finally:
         subject.run("DROP FUNCTION rude() CASCADE")
     assert FRIENDLY in str(error)
-
-
-def test_what_is_no_key(either: Subject) -> None:
-    """InvalidKey shows what it was."""
-    for key in (f"{TEXT}\0", f"\ud800{TEXT}", TEXT * 9, ""):
-        assert refused(InvalidKey, partial(either.lock, key)).key == key
-
-
-def test_those_who_wait_for_each_other(protocol: Subject, actor: Actor, other: Actor) -> None:
-    """LockDeadlock names them and their keys."""
-    if protocol.database == "sqlite":
-        pytest.skip("who waits there is in no table")
-    for each in (actor, other):
-        each.do(rename)
-    mine, theirs = (protocol.lock(f"{name} {HOSTILE}", timeout=30) for name in "ab")
-    actor.call(mine, "acquire")
-    other.call(theirs, "acquire")
-    waiting = actor.begin(protocol.lock(theirs.key, timeout=30), "acquire")
-    assert until(lambda: bool(protocol.run("SELECT 1 FROM lock_waiters")), 10)
-    again = protocol.lock(mine.key, timeout=30)
-    error = refused(LockError, lambda: other.call(again, "acquire"))
-    assert "deadlock" in str(error)
-    assert FRIENDLY in str(error)
-    other.call(theirs, "release")
-    assert waiting.result(30)

@@ -7,27 +7,25 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from dblock import db_lock as django_lock
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
+from dblock.core.errors import LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
 from tests.contract.test_lease import STEAL
-from tests.support.lab import expire, renewed, until
+from tests.support.lab import ended, expire, renewed, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -253,19 +251,17 @@ def rival(database: str) -> Iterator[Rival]:
     made.engine.dispose()
 
 
-def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Makes clients, over an empty table of the user's."""
+def empty(database: str) -> None:
+    """The table of the user's, without a row."""
     run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
     run(database, "DELETE FROM guarded")
-    made: list[Any] = []
 
-    def make(kind: str, level: str | None = None) -> Any:
-        made.append(client(kind, database, level))
-        return made[-1]
 
-    yield make
-    for each in made:
-        each.close()
+def clients(database: str, client: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Makes clients, over that table."""
+    empty(database)
+    with ended(client) as make:
+        yield lambda kind, level=None: make(kind, database, level)
 
 
 @pytest.fixture
@@ -475,51 +471,6 @@ def test_a_transaction_that_is_older_than_the_tenure_is_refused(
     holder.end("commit")
     holder.call(lock, "release")
     assert notes(holder.database) == 1
-
-
-@pytest.mark.parametrize("kind", [each for each in SOME_KINDS if each != "django async"] if PRODUCT else ["django"])
-@pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
-def test_no_update_is_lost(database: str, client: Callable[..., Client], kind: str, level: str) -> None:
-    """Four clients number what they insert, reading the last number under guard(): the numbers are without gaps.
-
-    Each has read before it takes the lock, so that it may get errors, which roll back. (Who takes the lock first gets
-    none: `test_guarded`. Clients of "django async" are all in one thread.)
-    """
-    if level == "IMMEDIATE" and kind != "django":
-        return  # a lock beside one's own write transaction: see docs/transactions.md
-    holders = [client(kind, level) for _ in range(4)]
-    without_errors = level in {"READ UNCOMMITTED", "READ COMMITTED"}
-
-    def increments(holder: Client) -> int:
-        lock = holder.lock(timeout=60 if without_errors else 0.5)
-        return sum(_increment(holder, lock) for _ in range(5))
-
-    with ThreadPoolExecutor(4) as pool:
-        done = sum(pool.map(increments, holders))
-    numbers = sorted(int(str(number)) for [number] in run(database, "SELECT n FROM guarded"))
-    assert numbers == list(range(1, done + 1))
-    assert done == 20 or not without_errors
-
-
-def _increment(holder: Client, lock: Any) -> bool:
-    """One guarded read-modify-write; False if it ended in an error."""
-    try:
-        holder.begin()
-        if not holder.call(lock, "acquire"):
-            holder.end("rollback")
-            return False
-        holder.guard(lock)
-        [(last,)] = holder.execute("SELECT coalesce(max(n), 0) FROM guarded")
-        holder.execute(f"INSERT INTO guarded VALUES ({last + 1})")
-        holder.end("commit")
-        return True
-    except (LockError, DatabaseError, DBAPIError):
-        if holder.opened is not None:
-            holder.end("rollback")
-        return False
-    finally:
-        if holder.actor.get(lock, "state"):
-            holder.call(lock, "release")
 
 
 @pytest.mark.parametrize("kind", ["django", "session"])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.test import override_settings
 from sqlalchemy import create_engine
 
 from dblock.core import runtime
@@ -23,6 +22,7 @@ from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, run, timed
+from tests.contract.conftest import with_settings
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
 from tests.support.lab import expire, renew, until
@@ -47,19 +47,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(plain: Subject, most: int) -> Iterator[Subject]:
     """A subject whose history is kept while the block lasts."""
     run(plain.database, "DELETE FROM lock_events")
-    django, watchdog = plain.variant == "django", runtime.current.watchdog
-    own = plain if django else plain.over(execution_options={"dblock_history": most})
-    with override_settings(DBLOCK={"HISTORY": most} if django else {}):
+    watchdog = runtime.current.watchdog
+    with with_settings(plain, history=most) as own:
         try:
             yield own
         finally:
             assert until(lambda: not watchdog._unfinished, 10)
             observers.clear()
             watchdog.histories = None
-    if not django:
-        disposing = Actor(own)
-        disposing.do(own.engine.dispose)
-        disposing.close()
 
 
 def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:

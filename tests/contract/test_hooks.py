@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from django.conf import settings
 
@@ -14,7 +10,7 @@ from dblock.operating import administration
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, run, url
 from tests.support.hung import hung
-from tests.support.lab import ROOT
+from tests.support.loaded import python, without
 
 DJANGO = """
 import os
@@ -75,17 +71,8 @@ def test_a_process_that_only_locks(postgresql: object, process: str) -> None:
     run("postgresql", "DELETE FROM lock_events")
     address = url("postgresql", "asyncpg" if process == "sqlalchemy with await" else "")
     code = PROCESSES[process].format(default=settings.DATABASES["postgresql"], url=address)
-    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     with hung("postgresql", "pinned") as (_, session):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = python("-c", code, environment=without("DJANGO_SETTINGS_MODULE"))
     assert f"session {session} of" in done.stdout, done.stderr
     events = drive(administration.all_events(store_for(observer("postgresql"))))
     assert [(event.key, event.kind) for event in reversed(events)] == [

@@ -11,8 +11,8 @@ from dblock.core.errors import LockTimeout
 from dblock.core.observing.events import Kind
 from dblock.core.observing.observers import observe
 from tests.conftest import timed
-from tests.contract.test_queue import LATER, lined_up, listen_in, stranger, waiters
-from tests.support.lab import until
+from tests.contract.test_queue import lined_up, listen_in, stranger, waiters
+from tests.support.lab import LATER, until
 from tests.support.subjects import Actor, Actors, Subject
 
 

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import astuple
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,9 @@ def test_the_state_is_that_of_the_calling_flow(either: Subject, actor: Actor, ot
     assert (other.get(lock, "state"), other.get(lock, "owner"), other.get(lock, "remaining")) == (None, None, 0.0)
     with pytest.raises(LockNotHeld):
         other.call(lock, "release")
+    for ask in (partial(other.do, lock.check), partial(other.call, lock, "verify")):
+        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
+            ask()
     assert (actor.call(lock, "owned"), other.call(lock, "owned")) == (True, False)
     assert (actor.call(lock, "locked"), other.call(lock, "locked")) == (True, True)
     actor.call(lock, "release")

@@ -24,9 +24,9 @@ from dblock.operating.statements.administration import ask
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SERVERS, observer, run, timed, url
-from tests.contract.test_queue import LATER, stranger
+from tests.contract.test_queue import stranger
 from tests.support.hung import MINE, SHOWN, hung
-from tests.support.lab import SOME, leave_rows
+from tests.support.lab import LATER, SOME, leave_rows
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import HOSTILE
 

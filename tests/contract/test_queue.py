@@ -15,7 +15,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import SELDOM, timed
 from tests.contract.conftest import AXES
-from tests.support.lab import PROTOCOL, remaining, until
+from tests.support.lab import LATER, PROTOCOL, remaining, until
 from tests.support.subjects import Actor, Actors, Subject, twin
 
 WAITERS = """
@@ -49,29 +49,15 @@ def lined_up(subject: Subject) -> int:
     return 0 if local_queue is None else len(local_queue._waiters)
 
 
-LATER = {
-    "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
-    "mysql": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
-    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('%+.3f seconds', :seconds))",
-}
-LATER["mariadb"] = LATER["mysql"]
-"""So many seconds from now, by the database's clock."""
-
-
-def stranger(
-    subject: Subject, ticket: Any, seconds: float, name: str = "s", *, ttl: float = 30, key: str = "k"
-) -> None:
+def stranger(subject: Subject, ticket: Any, seconds: float, name: str = "s", **differently: Any) -> None:
     """Enqueue a waiter that no flow belongs to, as a killed process leaves it, for so many seconds."""
+    given = {"ttl": 30, "key": "k", "channel": "", **differently}
     later = LATER[subject.protocol.dialect.name]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
         " channel, joined_at, expires_at)"
-        f" VALUES (:name, :key, :ticket, :ttl, '', 'h', 1, '', '', '', '', {later}, {later})",
-        name=name,
-        key=key,
-        ttl=ttl,
-        ticket=ticket,
-        seconds=seconds,
+        f" VALUES (:name, :key, :ticket, :ttl, '', 'h', 1, '', '', '', :channel, {later}, {later})",
+        **{"name": name, "ticket": ticket, "seconds": seconds, **given},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.test import override_settings
 from sqlalchemy import create_engine
 
 from dblock.core import clock, runtime
@@ -22,6 +22,7 @@ from dblock.core.watchdog.keeper import Keeper, in_background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import timed, url
+from tests.contract.conftest import with_settings
 from tests.faults.test_shutdown import process
 from tests.support.lab import leave_rows, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
@@ -35,26 +36,9 @@ def reaping(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makin
     """The subject with other settings, and one row that nobody has used for years; the watchdog looks often."""
     timed(monkeypatch, attention=0.1)
     leave_rows(subject.database, "old")
-    owns = list[Subject]()
-    settings: list[Any] = []
-
-    def make(**given: Any) -> Subject:
-        if subject.variant == "django":
-            settings.append(override_settings(DBLOCK={name.upper(): value for name, value in given.items()}))
-            settings[-1].enable()
-            return subject
-        options = {f"dblock_{name}": value for name, value in given.items()}
-        owns.append(subject.over(execution_options=options))
-        return owns[-1]
-
-    yield make
-    for each in settings:
-        each.disable()
-    end_reaping(monkeypatch)
-    for own in owns:
-        disposing = Actor(subject)
-        disposing.do(own.engine.dispose)
-        disposing.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda **given: stack.enter_context(with_settings(subject, **given))
+        end_reaping(monkeypatch)
 
 
 @pytest.fixture

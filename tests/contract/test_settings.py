@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import re
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +51,7 @@ from tests.statements.families import CASES
 from tests.statements.laboratory import Laboratory, statements
 from tests.support.configured import Configured, Setting, cells, configured
 from tests.support.lab import kept, renewed, until
+from tests.support.loaded import python, without
 from tests.support.steps import NO_STORE
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -622,8 +621,7 @@ def guard(subject: Configured, holder: Actor, lock: Any) -> None:
 @pytest.mark.skipif(find_spec("ddtrace") is None, reason="ddtrace has no wheel for this Python")
 def test_drivers_that_datadog_traces() -> None:
     """In a process that `ddtrace-run` starts: it patches drivers for good, when they are imported."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_TEST", "PYTEST"))}
-    environment |= {
+    environment = without("DBLOCK_TEST", "PYTEST") | {
         "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
         "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",
         # Else it imports asyncio anew where gevent is installed, and asyncio.timeout() raises CancelledError.
@@ -633,10 +631,7 @@ def test_drivers_that_datadog_traces() -> None:
     which = "test_it_does_not_reach_the_lock and nothing and not mysql"
     command = ["ddtrace.commands.ddtrace_run", sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", which, __file__]
     plain = ["-W", "default", "-p", "no:ddtrace", "-p", "no:ddtrace.pytest_bdd"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, *plain], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    done = python("-m", *command, *plain, environment=environment)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) == len([cell for cell in CELLS if cell[0].name == "nothing" and "mysql" not in str(cell[1])])

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, db_rwlock, reap
 from tests.support.lab import until
+from tests.support.loaded import python
 from tests.support.pages import block, text
 
 MONITORING = Path(prometheus.__file__).parent / "monitoring"
@@ -239,15 +239,8 @@ os.write(going, b".")
 def test_several_processes(tmp_path: Path) -> None:
     """In the client's multiprocess mode: counters of all, gauges of those that live, none counted twice by a fork."""
     (tmp_path / "metrics").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, str(tmp_path)],
-        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
+    done = python("-c", FORKING, str(tmp_path), environment=environment)
     found = [sample for family in text_string_to_metric_families(done.stdout) for sample in family.samples]
     held = {sample.labels["group"]: sample.value for sample in found if sample.name == "dblock_held"}
     assert held == {"parent": 1, "child": 1}
@@ -501,9 +494,7 @@ with db_lock(engine, "stock:42"):
         "assert REGISTRY.get_sample_value('dblock_hold_seconds_count', where) == 1",
         "opentelemetry": "from dblock.core.observing.observers import observers\nassert len(observers) == 2",
     }
-    code = block("docs/monitoring.md", name) + count + seen[name]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _ = python("-c", block("docs/monitoring.md", name) + count + seen[name], directory=tmp_path)
     page = text("docs/monitoring.md")
     if name == "prometheus":
         names = {re.sub("_(bucket|count|sum)$", "", each) for each in exposed()}

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +42,7 @@ from dblock.core.observing.observers import observers
 from dblock.store import store_for
 from tests.conftest import ALIASES, ready, run
 from tests.support.lab import ROOT, fail, until
+from tests.support.loaded import python, without
 
 
 def test_a_bare_decorator(sqlite: Path) -> None:
@@ -74,8 +73,7 @@ def test_a_bare_decorator(sqlite: Path) -> None:
 def test_without_settings_it_points_to_the_other_face() -> None:
     """In a process that has Django and no settings, at the first use."""
     code = "from dblock import db_lock\ntry:\n with db_lock('a'): pass\nexcept Exception as e: print(e, e.__notes__)"
-    env = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    done = python("-c", code, environment=without("DJANGO_SETTINGS_MODULE"))
     assert "settings are not configured" in done.stdout
     assert "for SQLAlchemy there is sqlalchemy_dblock.db_lock" in done.stdout
 
@@ -327,16 +325,8 @@ def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> Non
         settings = connections[ALIASES[name]].settings_dict
         environment |= {"DATABASE": connections[ALIASES[name]].vendor}
         environment |= {f"DATABASE_{part}": str(settings[part]) for part in ("NAME", "USER", "PASSWORD", "PORT")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "manage.py", "test", "example_project", "--noinput"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "OK" in done.stderr
+    command = ["-W", "error", "manage.py", "test", "example_project", "--noinput"]
+    assert "OK" in python(*command, environment=environment).stderr
 
 
 def test_signals_of_the_lease(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> None:

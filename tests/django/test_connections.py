@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -27,7 +27,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
 from dblock.store import DjangoStore, store_for
 from tests.conftest import INNODB, ready, run
-from tests.support.lab import together
+from tests.support.lab import apart, together
 from tests.support.steps import NO_STORE
 
 PLACE = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -268,12 +268,6 @@ def test_a_statement_for_the_database_that_the_alias_had(
         with closing(sqlite3.connect(named[name])) as database:
             assert database.execute("SELECT count(*) FROM seen").fetchall() == [(count,)]
     store._source._pool.close_all()  # type: ignore[union-attr]
-
-
-def apart(function: Callable[[], None]) -> None:
-    """Run it in a thread, which has connections of its own, and raise what it raises."""
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(function).result()
 
 
 @PLACE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,14 @@ from django.db import connections
 from dblock import db_lock
 from dblock.models import Lock, Waiter
 from tests.conftest import run
+from tests.contract.test_queue import stranger
+from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.usefixtures("sqlite")
 
 FORMATS = ("json", "jsonl", "xml")
 ROWS = ("SELECT * FROM locks ORDER BY lock_key", "SELECT * FROM lock_waiters ORDER BY owner")
-WAITER = """
-INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
-                          joined_at, expires_at)
-SELECT 'a-waiting-token', lock_key, 1, ttl, label, host, pid, thread, program, '', '', acquired_at, expires_at
-FROM locks WHERE lock_key = 'held'
-"""
+wait = partial(stranger, Subject("sqlalchemy", "sync", "sqlite"), 1, 30, "a-waiting-token", key="held")
 
 
 def dumped(*arguments: str, **options: Any) -> str:
@@ -39,7 +37,7 @@ def dumped(*arguments: str, **options: Any) -> str:
 def test_no_token_is_dumped(kind: str, what: tuple[str, ...]) -> None:
     """In no format, and whatever is asked for: keys and holders are, tokens of holders and waiters are not."""
     with db_lock("held") as lock:
-        run("sqlite", WAITER)
+        wait()
         for options in ({}, {"use_base_manager": True}, {"use_natural_primary_keys": True}):
             text = dumped(*what, format=kind, exclude=["auth", "contenttypes", "admin", "sessions"], **options)
             assert text.count("held") == 2
@@ -53,7 +51,7 @@ def test_loading_a_dump_changes_no_lock(kind: str, tmp_path: Path) -> None:
     """Live tenures stay, those that have ended since do not come back, and rows that are gone stay away."""
     path = tmp_path / f"dump.{kind}"
     with db_lock("held") as lock, db_lock("left"), db_lock("gone"):
-        run("sqlite", WAITER)
+        wait()
         path.write_text(dumped("dblock", format=kind))
         run("sqlite", "DELETE FROM lock_waiters")
     with lock:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from urllib import parse
@@ -38,9 +39,8 @@ from dblock.operating.inspector import QUEUED
 from dblock.operating.timeline import Timeline, timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, SERVERS, run
-from tests.support.failover import SOON
 from tests.support.hung import hung
-from tests.support.lab import LONG, until
+from tests.support.lab import LONG, later, until
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
 
 of_pages = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -222,9 +222,9 @@ def test_a_site_leads_to_itself(site: Site) -> None:
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_keys_that_are_closed_after_a_failover(site: Site) -> None:
     """It is said above the list, for how long they are, in what refreshes itself."""
-    client, soon = site.user("view_lock"), SOON[site.database]
+    client, soon = site.user("view_lock"), partial(later, site.database)
     assert "Keys were closed" not in page(client, LIST)
-    site.run(f"UPDATE lock_epoch SET since = {soon.format(-4)}, opens_at = {soon.format(26)}")
+    site.run(f"UPDATE lock_epoch SET since = {soon(-4)}, opens_at = {soon(26)}")
     try:
         _, _, live = page(client, LIST).partition("data-dblock-live")
         assert re.search(r"closed \d+ s ago, .* they open in 2\d s", live)

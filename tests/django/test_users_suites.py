@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ALIASES, DATABASES, run
+from tests.support.loaded import python
+from tests.support.pages import ROOT
 from tests.support.subjects import LONG
-
-ROOT = Path(__file__).parent.parent.parent
 
 SETTINGS = """
 from tests.settings import *
@@ -128,11 +126,9 @@ def test_a_projects_suite(database: str, runner: str, tmp_path: Path) -> None:
     (tmp_path / "test_site.py").write_text(TESTS + (LAST if runner == "django" else ""))
     pytest_ = ["pytest", "-q", "-p", "no:randomly", "-p", "no:ddtrace"]
     arguments = ["django", "test", "--noinput"] if runner == "django" else pytest_
-    python = os.pathsep.join([str(tmp_path), str(ROOT)])
-    env = {**os.environ, "DJANGO_SETTINGS_MODULE": "site_settings", "PYTHONPATH": python}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = {**os.environ, "DJANGO_SETTINGS_MODULE": "site_settings", "PYTHONPATH": path}
+    done = python("-m", *arguments, environment=env, directory=tmp_path)
     told = done.stderr if runner == "django" else done.stdout
     passed = "Ran [78] tests" if runner == "django" else "10 passed" if database == "sqlite" else "9 passed"
     assert re.search(passed, told), told  # Python 3.12.1 does not count the one that is skipped

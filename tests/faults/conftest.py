@@ -15,10 +15,15 @@ from dblock.connections import DjangoPool
 from dblock.core.holding.flow import Hold
 from dblock.store import store_for
 from tests.conftest import INNODB, POOLER, collect, ready, url
-from tests.support.lab import FEW, LONG, Wired, close_django, hold_of, ledger, nobody_withdraws, threads, until
+from tests.support.lab import FEW, LONG, Wired, close_django, ended, hold_of, ledger, nobody_withdraws, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
 
+NOISY = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+"""For tests of which drivers complain: their connections were cut, or they were interrupted while they connected."""
 ALL_WIRES = [
     ("django", "sync", "postgresql", ""),
     ("django", "sync", "mariadb", ""),
@@ -166,12 +171,5 @@ def _collected() -> Iterator[None]:
 @pytest.fixture
 def actors() -> Iterator[Callable[[Subject], Actor]]:
     """Makes flows of control that end with the test."""
-    made: list[Actor] = []
-
-    def make(subject: Subject) -> Actor:
-        made.append(Actor(subject))
-        return made[-1]
-
-    yield make
-    for actor in made:
-        actor.close()
+    with ended(Actor) as make:
+        yield make

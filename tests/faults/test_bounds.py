@@ -31,7 +31,7 @@ from dblock.drivers import psycopg, sessions
 from dblock.store import _stores
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, observer, ready, run, timed, url
+from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, each_of, observer, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, make_read_only, name_of, proxied
 from tests.support.lab import DRIVEN, LONG, SOME, expire, hold_of, renews, threads, until
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -44,12 +44,7 @@ EXACT = 0.05
 """Seconds by which a timeout may be exceeded."""
 
 
-@pytest.fixture(params=MATRIX, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each cell of the matrix, with empty tables."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
+subject = each_of(MATRIX)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from dblock.operating.administration import force_release
 from sqlalchemy_dblock import db_lock
 from tests.conftest import DATABASES, POOLER, observer, url
 from tests.faults.conftest import long_run
+from tests.project.test_recipes import started
 from tests.support.lab import ROOT, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
@@ -138,29 +139,22 @@ def opened(request: pytest.FixtureRequest, database: str, workers: str, director
         _administer(database, f"CREATE DATABASE {address.database}")
         assert address.port is not None
         proxy = Proxy(0, address.port)
-    known = {name: value for name, value in os.environ.items() if not name.startswith("DATABASE")}
-    environment = known | _settings(database, address, proxy) | {"PYTHONPATH": f"{directory}:{ROOT}"}
+    environment = _settings(database, address, proxy)
     (directory / "site_wsgi.py").write_text(SITE)
-    subprocess.run([sys.executable, "-m", "example_project.stocked"], cwd=ROOT, env=environment, check=True)
+    stock = [sys.executable, "-m", "example_project.stocked"]
+    subprocess.run(stock, cwd=ROOT, env=os.environ | environment, check=True)
     port = free_port()
-    command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", workers]
+    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", workers]
     command += ["--workers", "3", "--threads", "1" if workers == "sync" else "4", "--timeout", "0", "site_wsgi"]
     shop = Shop(directory, f"http://127.0.0.1:{port}", create_engine(address), proxy)
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=log)
-        try:
-            assert until(lambda: _answers(shop.address), 30)
+    try:
+        with started(command, directory, lambda: _answers(shop.address), **environment):
             yield shop
-            server.send_signal(signal.SIGTERM)
-            server.wait(20)
-        finally:
-            server.kill()
-            server.wait()
-            sys.stderr.write((directory / "log").read_text())
-            shop.engine.dispose()
-            if proxy is not None:
-                proxy.close()
-                _administer(database, f"DROP DATABASE {address.database}")
+    finally:
+        shop.engine.dispose()
+        if proxy is not None:
+            proxy.close()
+            _administer(database, f"DROP DATABASE {address.database}")
 
 
 def _settings(database: str, address: URL, proxy: Proxy | None) -> dict[str, str]:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -65,17 +64,6 @@ def crash(server: Server, engine: Engine) -> None:
     engine.dispose()
     server.stop(signal.SIGKILL)
     server.start()
-
-
-def test_a_server_that_was_killed_is_gone() -> None:
-    """With its sessions, one that stood still too: a frozen walsender would send a standby the rest."""
-    with (
-        running(PostgreSQL) as server,
-        psycopg.connect(URLS["postgresql"].format(server.port).replace("+psycopg", "")) as session,
-    ):
-        os.kill(session.info.backend_pid, signal.SIGSTOP)
-        server.stop(signal.SIGKILL)
-        assert not Path(f"/proc/{session.info.backend_pid}/cwd").is_dir()
 
 
 @pytest.mark.parametrize("name", SERVERS)

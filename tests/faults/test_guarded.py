@@ -11,13 +11,10 @@ from sqlalchemy.exc import DBAPIError
 
 from dblock.core.errors import LockError, LockStoreError
 from tests.conftest import run
-from tests.faults.conftest import EACH_WIRE, Wire, name_of
+from tests.faults.conftest import EACH_WIRE, NOISY, Wire, name_of
 from tests.support.lab import before, ledger, until
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOISY
 
 
 @pytest.mark.parametrize("what", ["replies", "requests"])

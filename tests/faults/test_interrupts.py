@@ -31,16 +31,13 @@ from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
 from tests.conftest import watched_places
+from tests.faults.conftest import NOISY
 from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
 from tests.support.model import Interrupted
 from tests.support.strikes import RENEWED, TTL, CancelledAt, Stage, Strike, nothing, play
 from tests.support.subjects import Subject
 
-pytestmark = [
-    pytest.mark.usefixtures("pruned_soon"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("pruned_soon"), *NOISY]
 
 
 async def block(stage: Stage, key: str, strike: Strike) -> None:

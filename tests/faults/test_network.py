@@ -17,14 +17,10 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, timed, url
-from tests.contract.test_queue import LATER
-from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, SEVERAL_WIRES, Wire, name_of, proxied
-from tests.support.lab import LONG, alive, remaining, renews, times, until
+from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, NOISY, SEVERAL_WIRES, Wire, name_of, proxied
+from tests.support.lab import LATER, LONG, alive, remaining, renews, until
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOISY
 
 
 def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
@@ -121,29 +117,6 @@ def test_an_extend_answered_late_counts_from_its_sending(wire: Wire) -> None:
     wire.proxy.delay = 0.0
     with pytest.raises(LockLost):
         wire.actor.call(lock, "release")
-
-
-def test_a_holder_that_cannot_renew_steps_down_once(wire: Wire) -> None:
-    """Every renewal fails for several ttl: told once, and then there is one holder, the next one."""
-    ttl, heard = 0.4, list[Reason]()
-    lock, hold = wire.acquired(ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
-    wire.proxy.refusing = True
-    wire.proxy.cut()
-    rival = wire.direct.lock("k", ttl=30)
-    assert rival.acquire(timeout=5)
-    assert hold.lease.remaining() == 0, "two holders at a time"
-    row = wire.direct.row("k")
-    time.sleep(times(2, 10) * ttl)
-    wire.proxy.refusing = False
-    time.sleep(ttl)
-    assert wire.actor.get(lock, "state") == "lost"
-    assert heard == [Reason.UNREACHABLE]
-    with pytest.raises(LockLost):
-        wire.actor.call(lock, "release")
-    assert {**wire.direct.row("k"), "expires_at": 0} == {**row, "expires_at": 0}
-    assert wire.direct.row("k")["fence"] == rival.fence
-    assert rival.verify()
-    rival.release()
 
 
 @pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])

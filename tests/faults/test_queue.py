@@ -20,10 +20,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import runtime, timing
 from sqlalchemy_dblock import LockTimeout, db_lock
 from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, timed, url
-from tests.contract.test_queue import LATER, WAITERS, listen_in, wait_for, waiters
+from tests.contract.test_queue import WAITERS, listen_in, wait_for, waiters
 from tests.faults import test_crash
 from tests.support.failover import KINDS, locking
-from tests.support.lab import FEW, LONG, SYNC, Remote, hold_of, renews, times, together, until
+from tests.support.lab import FEW, LATER, LONG, SYNC, Remote, hold_of, renews, times, together, until
 from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away

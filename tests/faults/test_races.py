@@ -16,17 +16,14 @@ from dblock.core.errors import LockLost, LockStoreError
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import attach
 from tests.conftest import run
+from tests.faults.conftest import NOISY
 from tests.support.lab import FEW, alive, hold_of, keeper_rests, remaining, renews, threads, times, until
 from tests.support.strikes import play
 from tests.support.subjects import MATRIX, Actor, Subject
 
 ASYNC = [cell for cell in MATRIX if cell.face == "async" and cell.driver not in {"", "asyncmy"}]
 
-pytestmark = [
-    pytest.mark.usefixtures("pruned_soon"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("pruned_soon"), *NOISY]
 
 
 def kept() -> list[str]:

@@ -24,7 +24,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from tests.conftest import timed
-from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, until
+from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, times, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -342,7 +342,7 @@ def test_renewals_refused_for_good_end_the_hold_once(
     def follow() -> list[Any]:
         rival = subject.lock("k", ttl=30)
         seen = [rival.acquire(timeout=3), hold.lease.remaining()]
-        time.sleep(0.4)
+        time.sleep(times(1, 10) * 0.4)
         seen += [rival.verify(), rival.state]
         rival.release()
         return seen

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.test_queue import waiters
-from tests.support.lab import FEW, LONG, PAIR, ROOT, SYNC, Remote, alive, until
+from tests.support.lab import FEW, LONG, PAIR, SYNC, Remote, alive, until
 from tests.support.loaded import completed
 from tests.support.subjects import MATRIX, Subject
 
@@ -228,91 +228,45 @@ def test_a_fork_while_a_task_waits(subject: Subject, tmp_path: Path) -> None:
 
 
 CHILDREN = """
-import multiprocessing, os, sys, time
+import multiprocessing, os, time
+from dblock.core import runtime
 
-class Forked:
-    "A child that leaves as a program does, with all its handlers."
-
-    def __init__(self, target, args):
-        self.target, self.args = target, args
-
-    def start(self):
-        self.pid = os.fork()
-        if not self.pid:
-            self.target(*self.args)
-            sys.exit(0)
-
-    def join(self):
-        self.exitcode = os.waitpid(self.pid, 0)[1]
-
-def child(lock, results):
-    import django
-    django.setup()
-    result = []
-    for attempt in (lock.release, lock.extend, lock.acquire) if lock is not None else ():
-        try:
-            attempt()
-            result.append("done")
-        except Exception as error:
-            result.append(type(error).__name__)
-    subject = Subject("{variant}", "sync", "{database}")
-    result.append(subject.lock("k").acquire(blocking=False))
-    own = subject.lock("own", ttl=600)
-    result.append(own.acquire())
-    import threading
+def child():
+    assert subject.lock("own", ttl=600).acquire()
     time.sleep(0.5)
-    from dblock.core import runtime
-    result.append([hold.tenure.key for hold in list(runtime.current.watchdog._holds)])
-    results.put(result)
+    assert [hold.tenure.key for hold in list(runtime.current.watchdog._holds)] == ["own"]
 
-if __name__ == "__main__":
-    start = Forked
-    if {method!r} != "os.fork":
-        multiprocessing.set_start_method({method!r})
-        start = multiprocessing.Process
-    lock = subject.lock("k", ttl=2)
-    lock.acquire()
-    before = subject.row("k")
-    results = multiprocessing.Queue()
-    worker = start(target=child, args=(lock if {method!r} in ("fork", "os.fork") else None, results))
+lock = subject.lock("k", ttl=2)
+lock.acquire()
+if METHOD == "os.fork":  # and leaves as a program does, with all its handlers
+    if not (pid := os.fork()):
+        child()
+        sys.exit()
+    status = os.waitpid(pid, 0)[1]
+else:
+    worker = multiprocessing.get_context("fork").Process(target=child)
     worker.start()
-    result = results.get(timeout=10)
     worker.join()
-    after = subject.row("k")
-    while subject.row("k")["expires_at"] == after["expires_at"] and lock.state != "lost":
-        time.sleep(0.01)  # it is renewed once more
-    same = dict(after, expires_at=0) == dict(before, expires_at=0)
-    print([result, worker.exitcode, lock.state, lock.verify(), same, subject.row("own")["owner"]])
-    lock.release()
-    print(subject.row("k")["owner"])
+    status = worker.exitcode
+assert status == 0
+ends = subject.row("k")["expires_at"]
+while subject.row("k")["expires_at"] == ends:
+    lock.check()
+    time.sleep(0.01)  # it is renewed once more
+assert lock.verify()
+lock.release()
 """
+FAMILIES = [*itertools.product((FEW[1], Subject("sqlalchemy", "sync", "mariadb")), ("fork", "os.fork"))]
 
 
-FAMILIES = [
-    (method, subject)
-    for method in ("fork", "os.fork", "spawn", "forkserver")
-    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "sync", "mariadb"))
-    if LONG or method == "os.fork" or (method, subject.database) in {("fork", "postgresql"), ("spawn", "mariadb")}
-]
+@pytest.mark.parametrize(("subject", "method"), FAMILIES, indirect=["subject"], ids=str)
+def test_a_child_releases_its_own_at_its_end(subject: Subject, method: str) -> None:
+    """Of multiprocessing, or forked; it renews nothing of its parent's, whose watchdog goes on.
 
-
-@pytest.mark.parametrize(("method", "subject"), FAMILIES, indirect=["subject"], ids=str)
-def test_a_child_touches_nothing_of_its_parents(subject: Subject, tmp_path: Path, method: str) -> None:
-    """Of multiprocessing, or forked: it owns, renews and releases nothing of its parent's, whose watchdog goes on.
-
-    Its own is released at its end.
+    What it can do with its parent's locks: `tests.servers.test_fork`.
     """
-    body = CHILDREN.format(method=method, variant=subject.variant, database=subject.database)
-    if method in {"fork", "os.fork"}:
-        said = process(subject, body)
-    else:  # which imports the program's file
-        program = tmp_path / "family.py"
-        program.write_text(SETUP.replace("*sys.argv[1:]", f"'{subject.variant}', 'sync', '{subject.database}'") + body)
-        command, environment = [sys.executable, str(program)], {**os.environ, "PYTHONPATH": str(ROOT)}
-        said = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    refused = ["LockNotHeld"] * 3 if method in {"fork", "os.fork"} else []
-    expected = [[*refused, False, True, ["own"]], 0, "held", True, True, None]
-    assert said.splitlines() == [repr(expected), "None"]
+    _ = process(subject, f"METHOD = {method!r}\n{CHILDREN}")
+    assert [subject.row(key)["owner"] for key in ("own", "k")] == [None, None]
 
 
 @pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from typing import Any
 
 import yaml
 
 from example_project import backroom
+from tests.support.loaded import python, without
 from tests.support.pages import ROOT
 
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -59,10 +57,7 @@ print(json.dumps([
     async_url().render_as_string(hide_password=False), settings.CELERY_BROKER_URL, settings.MARKET_API]))
 """
     environment = {**OURS["shop"]["environment"], "DJANGO_SETTINGS_MODULE": "example_project.settings"}
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("DATABASE", "CELERY"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=known | environment, capture_output=True, text=True, check=True
-    )
+    done = python("-c", code, environment=without("DATABASE", "CELERY") | environment)
     database, url, broker, market = json.loads(done.stdout)
     given = SERVICES["postgresql"]["environment"]
     user, password, name = (given[f"POSTGRES_{each}"] for each in ("USER", "PASSWORD", "DB"))

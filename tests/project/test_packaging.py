@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import os
 import pkgutil
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
@@ -19,17 +17,16 @@ import pytest
 import dblock
 import sqlalchemy_dblock
 from scripts import dist
-from tests.support.loaded import run
+from tests.support.loaded import python, run, without
 from tests.support.pages import ROOT, syntax
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
-def python(code: str) -> str:
-    """Run `code` in a fresh interpreter and return what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return done.stdout.strip()
+def printed(code: str) -> str:
+    """What a program prints in a fresh interpreter."""
+    return python("-c", code).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -46,13 +43,13 @@ def python(code: str) -> str:
 )
 def test_imports_stay_apart(module: str, forbidden: tuple[str, ...]) -> None:
     """Neither face imports the other's framework, and the core imports none. (`dblock.cli`: see below.)"""
-    loaded = python(f"import sys; import {module}; print([name for name in {forbidden!r} if name in sys.modules])")
+    loaded = printed(f"import sys; import {module}; print([name for name in {forbidden!r} if name in sys.modules])")
     assert loaded == "[]"
 
 
 def test_the_plugin_for_pytest_is_cheap() -> None:
     """Where no test asks for its fixtures, it costs one small module and dblock's own, and no framework is imported."""
-    loaded = {*python("import sys, dblock.pytest_plugin; print(*sys.modules)").split()}
+    loaded = {*printed("import sys, dblock.pytest_plugin; print(*sys.modules)").split()}
     assert {name for name in loaded if "dblock" in name} == {"dblock", "dblock.pytest_plugin"}
     assert not loaded & {"django", "sqlalchemy", "celery"}
 
@@ -69,7 +66,7 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert "Django, which is not installed; for SQLAlchemy there is sqlalchemy_dblock" in python(code)
+    assert "Django, which is not installed; for SQLAlchemy there is sqlalchemy_dblock" in printed(code)
 
 
 _APPS = ["dblock", "django_celery_beat", *(f"django.contrib.{name}" for name in ("contenttypes", "auth", "admin"))]
@@ -143,7 +140,7 @@ print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
         ("import sqlalchemy", "import sqlalchemy_dblock", 12, 115_000),
         ("import sqlalchemy", "from sqlalchemy_dblock import db_lock", 12, most),
     ):
-        others, ours = map(int, python(count.format(before, statement)).split())
+        others, ours = map(int, printed(count.format(before, statement)).split())
         assert others < most_others
         assert ours < most_bytes
 
@@ -202,7 +199,7 @@ with db_lock(engine, "gone", ttl=0.4):
     os._exit(0)
 """
     told = ["LockTimeout", "WrongKind", "LockNotHeld", "LockStoreError"]
-    assert python(code).splitlines()[-1] == f"{told} None ['dblock watchdog']"
+    assert printed(code).splitlines()[-1] == f"{told} None ['dblock watchdog']"
 
 
 def test_no_function_of_the_core_imports() -> None:
@@ -243,13 +240,13 @@ from dblock.cli import main
 url = "sqlite:///{tmp_path}/locks.sqlite3"
 print([main(["--url", url, *words]) for words in (["run", "--create-tables", "k", "--", "true"], ["ls"])])
 """
-    assert python(code).splitlines()[-1] == "[0, 0]"
+    assert printed(code).splitlines()[-1] == "[0, 0]"
 
 
 def test_the_command_needs_what_its_extra_has() -> None:
     """Nothing but this package and the standard library."""
     code = "import sys; before = {*sys.modules}; import dblock.cli; print({*sys.modules} - before)"
-    loaded = {name.partition(".")[0] for name in eval(python(code))}
+    loaded = {name.partition(".")[0] for name in eval(printed(code))}
     # A module of distributors, from Python 3.15 on, which says what of the standard library is packaged by itself.
     assert loaded - sys.stdlib_module_names - {"_missing_stdlib_info"} == {"dblock"}
     needed = {each.partition(">")[0] for each in EXTRAS["cli"]}
@@ -270,9 +267,7 @@ def test_extras_are_listed() -> None:
 
 def test_manage_py_stands_at_the_top() -> None:
     """As Django people expect: it runs the example site's commands."""
-    env = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    command = [sys.executable, "-W", "error", "manage.py", "check"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = python("-W", "error", "manage.py", "check", environment=without("DJANGO_SETTINGS_MODULE"))
     assert "no issues" in done.stdout
 
 
@@ -305,19 +300,15 @@ def test_the_metadata_says_what_was_tested() -> None:
     project = PROJECT["project"]
     matrix = re.findall(r"py3(\d+)-django(\d)(\d)", " ".join(PROJECT["tool"]["tox"]["env_list"]))
     assert matrix
-    for python, major, minor in matrix:
-        assert f"Programming Language :: Python :: 3.{python}" in project["classifiers"]
+    for series, major, minor in matrix:
+        assert f"Programming Language :: Python :: 3.{series}" in project["classifiers"]
         assert f"Framework :: Django :: {major}.{minor}" in project["classifiers"]
     assert {"postgresql", "mysql", "mariadb", "sqlite", "django", "sqlalchemy", "celery"} <= set(project["keywords"])
 
 
 def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
     """All of both packages, pytest's way to the fixtures, the licence, and no tests; the source archive has all."""
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
-        check=True,
-        capture_output=True,
-    )
+    _ = python("-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
     [wheel], [source] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     assert dist.problems(wheel, source) == []
     assert len([name for name in dist.shipped() if name.endswith((".po", ".mo"))]) == 4
@@ -336,4 +327,4 @@ def test_an_index_of_packages_is_given_addresses() -> None:
 def test_the_version_is_in_one_place() -> None:
     """The distribution takes it from the package."""
     assert version("dblock") == dblock.__version__
-    assert python("from dblock.cli import main; main(['--version'])") == f"dblock {dblock.__version__}"
+    assert printed("from dblock.cli import main; main(['--version'])") == f"dblock {dblock.__version__}"

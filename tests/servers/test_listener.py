@@ -26,7 +26,7 @@ from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, SELDOM, SERVERS, observer, run, timed, url
-from tests.contract.test_queue import waiters
+from tests.contract.test_queue import stranger, waiters
 from tests.faults.conftest import LISTENERS
 from tests.faults.test_crash import joined
 from tests.support.lab import LONG, SOME, Remote, hold_of, threads, times, until
@@ -136,12 +136,8 @@ def test_only_channels_of_our_own_form_are_notified(database: str) -> None:
         for number, channel in enumerate(STRANGE):
             key = f"k{number}"
             with subject.lock(key):
-                subject.run(
-                    "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program,"
-                    f" celery_task_id, channel, joined_at, expires_at) SELECT '{key}', '{key}', last_ticket + 1, 9, '',"
-                    f" '', 1, '', '', '', '{channel}', acquired_at, expires_at FROM locks WHERE lock_key = '{key}'"
-                )
-                subject.run("UPDATE locks SET last_ticket = last_ticket + 1 WHERE lock_key = :key", key=key)
+                stranger(subject, 2**61, 60, key, key=key, channel=channel)
+                subject.run("UPDATE locks SET last_ticket = :last WHERE lock_key = :key", last=2**61, key=key)
             assert subject.row(key)["owner"] == key, "the key was granted to that row"
         assert not disturbed()
     subject.engine.dispose()

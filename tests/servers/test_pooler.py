@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +17,7 @@ from sqlalchemy_dblock import db_lock
 from tests.conftest import POOLER, run, url
 from tests.support.clusters import missing
 from tests.support.lab import LONG
+from tests.support.loaded import python, without
 from tests.support.proxy import Proxy
 from tests.support.servers import HINTS, PgBouncer, PostgreSQL, running
 
@@ -41,15 +39,8 @@ QUEUE = f"test_queue.py and {FEW}{'' if LONG else ' and not herd'}"
 )
 def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> None:
     """What the lock, its queue and its guard promise holds there too, and where sessions change all the time."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", *which],
-        env={name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_TEST", "PYTEST"))}
-        | {"DBLOCK_POOLER": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    environment = without("DBLOCK_TEST", "PYTEST") | {"DBLOCK_POOLER": "1"}
+    done = python("-m", "pytest", "-q", "-n", "0", *which, environment=environment)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) >= least

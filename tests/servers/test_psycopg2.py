@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.support.lab import ROOT
+from tests.support.loaded import python
 
 SITE = """
 import sys
@@ -24,5 +21,4 @@ assert not lock.locked()
 
 
 def test_through_django(postgresql: object) -> None:
-    done = subprocess.run([sys.executable, "-c", SITE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _ = python("-c", SITE)

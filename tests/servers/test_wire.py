@@ -16,15 +16,11 @@ from sqlalchemy import Engine, create_engine, make_url
 import dblock
 import sqlalchemy_dblock
 from dblock.store import store_for
-from tests.conftest import INNODB, SELDOM, SERVERS, observer, ready, run, timed, url
+from tests.conftest import INNODB, SELDOM, SERVERS, each_of, observer, run, timed, url
 from tests.support.lab import until
 from tests.support.proxy import Proxy
 
-
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest) -> str:
-    """Each server in turn."""
-    return ready(request, request.param)
+server = each_of(SERVERS)
 
 
 @pytest.fixture

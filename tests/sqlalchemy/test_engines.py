@@ -33,7 +33,6 @@ from sqlalchemy_dblock import (
     InvalidKey,
     Lock,
     LockStoreError,
-    LockTimeout,
     StoreUnreachable,
     UnsupportedDatabase,
     db_leader,
@@ -282,23 +281,6 @@ def test_what_ends_after_the_disposal_keeps_no_connection(postgresql: object) ->
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_event_loops_come_and_go(postgresql: object, driver: str) -> None:
-    """An engine that serves one loop after the other does not mix up their connections."""
-    # asyncpg cannot close a connection whose loop is closed; with a pool, dispose() must come first, as for any engine.
-    options = {"poolclass": NullPool} if driver == "asyncpg" else {}
-    engine = create_async_engine(url("postgresql", driver), **options)
-
-    async def main() -> int | None:
-        async with db_lock(engine, "k") as lock:
-            return lock.fence
-
-    fences = [asyncio.run(main()) for _ in range(3)]
-    assert fences == sorted(set(fences), key=lambda fence: fence or 0)
-    gc.collect()
-    asyncio.run(engine.dispose())
-
-
 @pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
 @pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_event_loops_that_are_gone_leave_no_session(
@@ -414,18 +396,6 @@ def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: st
             db_lock(engine, "k").acquire(timeout=timeout)
         assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)
     engine.dispose()
-
-
-def test_a_foreign_writer_on_sqlite_is_part_of_the_wait(engine: Engine) -> None:
-    """Somebody keeps the database's one write lock: the time is up, LockTimeout says why, and nothing is left."""
-    with engine.connect() as connection:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-        assert db_lock(engine, "k").acquire(timeout=0.1) is False
-        with pytest.raises(LockTimeout, match="locked"), db_lock(engine, "k", timeout=0.1):
-            pytest.fail("unreachable")
-        connection.rollback()
-    with db_lock(engine, "k"):
-        pass
 
 
 @pytest.mark.direct

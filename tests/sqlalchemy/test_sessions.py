@@ -1,4 +1,7 @@
-"""`session=`: a lock that was left while the session's transaction is open is kept until that has ended."""
+"""`session=`: a lock that was left while the session's transaction is open is kept until that has ended.
+
+What goes for Django's transactions too: `tests.contract.test_kept`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
-from sqlalchemy_dblock import LockError, LockNotHeld, LockStoreError, db_lock
-from tests.conftest import INNODB, SERVERS, ready, run, url
+from sqlalchemy_dblock import LockError, db_lock
+from tests.conftest import INNODB, SERVERS, each_of, url
+from tests.contract.test_guard import Rival, empty, notes, rival
+from tests.contract.test_guarded import write
 from tests.support.lab import until
+
+__all__ = ["rival"]
 
 DRIVERS = [
     ("sqlite", "aiosqlite"),
@@ -31,19 +38,16 @@ DRIVERS = [
     ("postgresql", "asyncpg"),
     *itertools.product(INNODB, ("aiomysql", "asyncmy")),
 ]
-ENDS = ("commit", "rollback", "close")
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest) -> str:
-    """A server, and SQLite for the rules of its one writer; drivers that await are tested by themselves."""
-    return ready(request, request.param)
+database = each_of(["sqlite", "postgresql"])
+"""A server, and SQLite for the rules of its one writer; drivers that await are tested by themselves."""
 
 
 @pytest.fixture
 def engine(database: str) -> Iterator[Engine]:
     """An engine of each database, with a table of the user's."""
-    prepare(database)
+    empty(database)
     made = create_engine(url(database))
     yield made
     made.dispose()
@@ -57,87 +61,34 @@ def session(engine: Engine) -> Iterator[Session]:
         yield session
 
 
-def prepare(database: str) -> None:
-    run(database, "CREATE TABLE IF NOT EXISTS kept (n integer)")
-    run(database, "DELETE FROM kept")
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
-def others_get_in(database: str, key: str = "k") -> bool:
-    """Whether a stranger gets the key without waiting. On SQLite a writer may leave it no room."""
-    engine = create_engine(url(database))
-    lock = db_lock(engine, key)
-    try:
-        acquired = lock.acquire(blocking=False)
-        if acquired:
-            lock.release()
-    except LockStoreError:
-        if database != "sqlite":
-            raise
-        return False
-    finally:
-        engine.dispose()
-    return acquired
-
-
-def write(session: Session) -> None:
-    session.execute(text("INSERT INTO kept VALUES (1)"))
-
-
-def kept(database: str) -> object:
-    return run(database, "SELECT count(*) FROM kept")[0][0]
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_it_is_kept_until_the_transaction_ends(database: str, engine: Engine, how: str) -> None:
-    """By commit, rollback or close; others come in at once afterwards. The session's next transaction is another."""
-    session = Session(engine)
-    lock = db_lock(engine, "k", session=session)
-    for round_ in (1, 2):
-        with lock:
-            write(session)
-            assert lock.verify()
-        assert lock.state is None
-        with pytest.raises(LockNotHeld):
-            lock.release()
-        assert not others_get_in(database)
-        getattr(session, how)()
-        assert others_get_in(database)
-        assert kept(database) == (round_ if how == "commit" else 0)
-    session.close()
-
-
-def test_an_end_that_is_interrupted(database: str, engine: Engine) -> None:
+def test_an_end_that_is_interrupted(database: str, engine: Engine, rival: Rival) -> None:
     """While the connection goes back to its pool, after the commit: the session never says that it has ended."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     session = Session(engine)
     with db_lock(engine, "k", session=session):
         write(session)
-    assert not others_get_in(database)
+    assert not rival.gets_in()
     event.listen(engine, "reset", interrupt, once=True)
     with pytest.raises(KeyboardInterrupt):
         session.commit()
-    assert others_get_in(database)
-    assert kept(database) == 1
+    assert rival.gets_in()
+    assert notes(database) == 1
     session.close()
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
-def test_a_closing_that_is_interrupted(database: str, engine: Engine) -> None:
+def test_a_closing_that_is_interrupted(database: str, engine: Engine, rival: Rival) -> None:
     """Nobody will ever see the transaction's end, though the session is kept: the key ends with its lease."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     session = Session(engine)
     with db_lock(engine, "k", session=session, ttl=0.5):
         write(session)
     event.listen(engine, "rollback", interrupt, once=True)
     with pytest.raises(KeyboardInterrupt):
         session.close()
-    assert until(lambda: others_get_in(database), 15)
+    assert until(rival.gets_in, 15)
     session.close()
 
 
@@ -155,73 +106,21 @@ def test_a_two_phase_transaction(database: str, engine: Engine) -> None:
         transaction.rollback()
 
 
-def test_savepoints_are_not_the_end(database: str, engine: Engine) -> None:
-    """Neither their release nor their rollback, whether the lock was taken inside or outside."""
-    for how in ("commit", "rollback"):
-        with Session(engine) as session:
-            with db_lock(engine, "k", session=session):
-                write(session)
-                nested = session.begin_nested()
-            getattr(nested, how)()
-            assert not others_get_in(database)
-            nested = session.begin_nested()
-            getattr(nested, how)()
-            assert not others_get_in(database)
-            session.commit()
-            assert others_get_in(database)
-
-
-def test_without_a_transaction_it_is_given_back_at_once(database: str, engine: Engine) -> None:
-    """And so it is with release="now"."""
+def test_without_a_transaction_it_is_given_back_at_once(database: str, engine: Engine, rival: Rival) -> None:
+    """And where it has ended by then."""
     with Session(engine) as session:
         with db_lock(engine, "k", session=session):
             pass
-        assert others_get_in(database)
+        assert rival.gets_in()
         with db_lock(engine, "k", session=session):
             write(session)
             session.commit()
-        assert others_get_in(database)
-        session.execute(text("SELECT 1"))
-        with db_lock(engine, "k", session=session, release="now"):
-            pass
-        assert others_get_in(database)
-
-
-def test_the_same_transaction_enters_again(database: str, engine: Engine, session: Session) -> None:
-    """The same tenure, with the same fence; entered again and held, it outlives the transaction."""
-    lock, fences = db_lock(engine, "k", session=session), list[Any]()
-    for _ in range(3):
-        with lock:
-            fences.append(lock.fence)
-            assert lock.count == 1
-        assert not others_get_in(database)
-    assert len(set(fences)) == 1
-    lock.acquire()
-    session.commit()
-    assert lock.verify()
-    assert not others_get_in(database)
-    lock.release()
-    assert others_get_in(database)
-
-
-def test_entering_it_again_does_not_end_it(database: str, engine: Engine, session: Session) -> None:
-    """Without the session, or with `release="now"`: what it keeps is kept until its end."""
-    with db_lock(engine, "k", session=session):
-        pass
-    for again in (db_lock(engine, "k"), db_lock(engine, "k", session=session, release="now")):
-        with again, again:
-            pass
-        assert not others_get_in(database)
-        again.acquire()
-        again.release()
-        assert not others_get_in(database)
-    session.commit()
-    assert others_get_in(database)
+        assert rival.gets_in()
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("how", ["in a row", "nested", "nested, and entered by neither"])
-def test_two_sessions(database: str, engine: Engine, how: str, first: int) -> None:
+def test_two_sessions(database: str, engine: Engine, rival: Rival, how: str, first: int) -> None:
     """Each keeps it, and the last one to end gives it back."""
     sessions = [Session(engine), Session(engine)]
     for session in sessions:
@@ -236,12 +135,12 @@ def test_two_sessions(database: str, engine: Engine, how: str, first: int) -> No
         with db_lock(engine, "k") if "neither" in how else contextlib.nullcontext(), one, other:
             pass
     sessions.pop(first).commit()
-    assert not others_get_in(database)
+    assert not rival.gets_in()
     sessions.pop().rollback()
-    assert others_get_in(database)
+    assert rival.gets_in()
 
 
-def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine, session: Session) -> None:
+def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine, rival: Rival, session: Session) -> None:
     """The session's end would release it beside its bearer."""
     lock = db_lock(engine, "k", session=session)
     with lock:
@@ -250,30 +149,20 @@ def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine, 
     with pytest.raises(LockError, match="cannot be detached while a transaction keeps it"):
         lock.detach()
     lock.release()
-    assert not others_get_in(database)
+    assert not rival.gets_in()
     session.commit()
-    assert others_get_in(database)
+    assert rival.gets_in()
 
 
-def test_a_scoped_session(database: str, engine: Engine) -> None:
+def test_a_scoped_session(database: str, engine: Engine, rival: Rival) -> None:
     """Means the one of this thread."""
     sessions = scoped_session(sessionmaker(engine))
     with db_lock(engine, "k", session=sessions):
-        sessions.execute(text("INSERT INTO kept VALUES (1)"))
-    assert not others_get_in(database)
+        write(sessions)
+    assert not rival.gets_in()
     sessions.commit()
-    assert others_get_in(database)
+    assert rival.gets_in()
     sessions.remove()
-
-
-def test_several_locks_of_one_transaction(database: str, engine: Engine, session: Session) -> None:
-    """All are given back at its end."""
-    for key in ("a", "b", "c"):
-        with db_lock(engine, key, session=session):
-            pass
-    assert not any(others_get_in(database, key) for key in ("a", "b", "c"))
-    session.rollback()
-    assert all(others_get_in(database, key) for key in ("a", "b", "c"))
 
 
 def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:
@@ -290,58 +179,55 @@ def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:
             db_lock(asynchronous, "k", session=other)
 
 
-def asynchronously(
-    request: pytest.FixtureRequest, where: tuple[str, str], main: Callable[..., Awaitable[None]]
-) -> None:
-    """Run `main(database, engine)`."""
-    database, driver = where
-    ready(request, database)
-    prepare(database)
+def asynchronously(database: str, driver: str, main: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """Run `main(engine)`."""
+    empty(database)
 
     async def run_main() -> None:
         engine = create_async_engine(url(database, driver))
         try:
-            await main(database, engine)
+            await main(engine)
         finally:
             await engine.dispose()
 
     asyncio.run(run_main())
 
 
-@pytest.mark.parametrize(("where", "how"), [*zip(DRIVERS, itertools.cycle(ENDS), strict=False)])
-def test_an_asynchronous_session(request: pytest.FixtureRequest, where: tuple[str, str], how: str) -> None:
+ENDED = [(*each, how) for each, how in zip(DRIVERS, itertools.cycle(("commit", "rollback", "close")), strict=False)]
+
+
+@pytest.mark.parametrize(("database", "driver", "how"), ENDED, indirect=["database"])
+def test_an_asynchronous_session(database: str, driver: str, how: str, rival: Rival) -> None:
     """The same on an event loop."""
 
-    async def main(database: str, engine: AsyncEngine) -> None:
+    async def main(engine: AsyncEngine) -> None:
         session = AsyncSession(engine)
         lock = db_lock(engine, "k", session=session)
         for round_ in (1, 2):
             async with lock:
-                await session.execute(text("INSERT INTO kept VALUES (1)"))
+                await session.run_sync(write)
             assert lock.state is None
-            assert not await asyncio.to_thread(others_get_in, database)
+            assert not await asyncio.to_thread(rival.gets_in)
             await getattr(session, how)()
-            assert await asyncio.to_thread(others_get_in, database)
-            assert kept(database) == (round_ if how == "commit" else 0)
+            assert await asyncio.to_thread(rival.gets_in)
+            assert notes(database) == (round_ if how == "commit" else 0)
         await session.close()
 
-    asynchronously(request, where, main)
+    asynchronously(database, driver, main)
 
 
-def test_an_asynchronous_session_that_is_scoped_or_dropped(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_an_asynchronous_session_that_is_scoped_or_dropped(database: str, rival: Rival) -> None:
     """It is that of the current task; one that was dropped leaves its transaction to its inner session."""
 
-    async def main(database: str, engine: AsyncEngine) -> None:
-        async def free() -> bool:
-            return await asyncio.to_thread(others_get_in, database)
-
+    async def main(engine: AsyncEngine) -> None:
         maker = async_sessionmaker(engine)
         sessions = async_scoped_session(maker, scopefunc=asyncio.current_task)
         async with db_lock(engine, "k", session=sessions):
-            await sessions.execute(text("INSERT INTO kept VALUES (1)"))
-        assert not await free()
+            await sessions.execute(text("INSERT INTO guarded VALUES (1)"))
+        assert not await asyncio.to_thread(rival.gets_in)
         await sessions.commit()
-        assert await free()
+        assert await asyncio.to_thread(rival.gets_in)
         await sessions.remove()
         session = maker()
         inner, lock = session.sync_session, db_lock(engine, "k", session=session)
@@ -350,8 +236,8 @@ def test_an_asynchronous_session_that_is_scoped_or_dropped(request: pytest.Fixtu
         del session  # the transaction is the inner one's
         gc.collect()
         await lock.release()
-        assert not await free()
+        assert not await asyncio.to_thread(rival.gets_in)
         await greenlet_spawn(inner.close)
-        assert await free()
+        assert await asyncio.to_thread(rival.gets_in)
 
-    asynchronously(request, ("postgresql", "asyncpg"), main)
+    asynchronously(database, "asyncpg", main)

@@ -23,7 +23,7 @@ from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, on_server, rendered
 from dblock.majority.statements import QUORUM
-from tests.conftest import ALIASES, INNODB, ready, run
+from tests.conftest import ALIASES, INNODB, each_of, ready, run
 from tests.statements.cases import REQUEST
 from tests.statements.laboratory import named, statements
 from tests.support.configured import forget_alias
@@ -315,11 +315,7 @@ def _guarded(subject: Strange, lock: Any) -> None:
         lock.guard(connection)
 
 
-@pytest.fixture(params=[each for each in MATRIX if (each.variant, each.face) != ("django", "async")], ids=str)
-def plain(request: pytest.FixtureRequest) -> Subject:
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
+plain = each_of([each for each in MATRIX if (each.variant, each.face) != ("django", "async")])
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)

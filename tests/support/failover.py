@@ -25,12 +25,6 @@ URLS = {
     "mysql": "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true",
 }
 
-SOON = {
-    "postgresql": "clock_timestamp() + make_interval(secs => {})",
-    "mysql": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
-    "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
-}
-"""So many seconds from now, in SQL."""
 Asked = PostgreSQL | MariaDB
 
 

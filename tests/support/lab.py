@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import pytest
 from django.db import connections
@@ -33,6 +34,8 @@ from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who
 from tests.support.subjects import MATRIX, PSYCOPG2, Subject
 
 ROOT = Path(__file__).parents[2]
+P = ParamSpec("P")
+T = TypeVar("T")
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 
 FEW = (
@@ -214,6 +217,27 @@ def together(*work: Callable[[], object]) -> list[BaseException]:
     return errors
 
 
+def apart(function: Callable[[], T]) -> T:
+    """What it returns, or raises, in a thread of its own, which has ended then."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+@contextlib.contextmanager
+def ended(make: Callable[P, T]) -> Iterator[Callable[P, T]]:
+    """The same, and whatever it has made is closed at the end."""
+    made = list[Any]()
+
+    def making(*args: P.args, **options: P.kwargs) -> T:
+        each = make(*args, **options)
+        made.append(each)
+        return each
+
+    yield making
+    for each in made:
+        each.close()
+
+
 def in_child(function: Callable[[], Any]) -> Any:
     """What `function` returns in a forked child, which leaves like a prefork worker's."""
     reader, writer = os.pipe()
@@ -384,9 +408,9 @@ def _is_lengthened(subject: Subject, rows: str, begin: Callable[[], None], secon
 
     def end_later() -> bool:
         found = ends()
-        return bool(ended) and all(found.get(owner, "") > end for owner, end in ended.items())
+        return bool(then) and all(found.get(owner, "") > end for owner, end in then.items())
 
-    ended = ends()
+    then = ends()
     time.sleep(0.002)  # SQLite's clock ticks in milliseconds
     begin()
     return until(end_later, seconds)
@@ -399,14 +423,21 @@ def alive(subject: Subject, pattern: str = "%") -> int:
 
 def alive_keys(subject: Subject, pattern: str = "%") -> list[str]:
     """The keys of the rows whose leases are alive."""
-    clocks = {
-        "postgresql": "clock_timestamp()",
-        "mysql": "UTC_TIMESTAMP(6)",
-        "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
-    }
-    where = f"owner IS NOT NULL AND expires_at > {clocks[subject.protocol.dialect.name]} AND lock_key LIKE :pattern"
-    sql = f"SELECT lock_key FROM locks WHERE {where}".replace(":%f", "\\:%f").replace(":%M", "\\:%M")
-    return [str(key) for (key,) in run(subject.database, sql, pattern=pattern)]
+    where = f"owner IS NOT NULL AND expires_at > {later(subject.database, 0)} AND lock_key LIKE :pattern"
+    return [str(key) for (key,) in subject.run(f"SELECT lock_key FROM locks WHERE {where}", pattern=pattern)]
+
+
+LATER = {
+    "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
+    **dict.fromkeys(("mysql", "mariadb"), "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND"),
+    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('%+.3f seconds', :seconds))",
+}
+"""So many seconds from now, by the database's clock."""
+
+
+def later(database: str, seconds: float) -> str:
+    """The same with the number in it."""
+    return LATER[database].replace(":seconds", str(seconds))
 
 
 def expire(subject: Subject, key: str = "k") -> None:

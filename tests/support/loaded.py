@@ -2,7 +2,8 @@
 
 To start an interpreter with all of that takes a processor more than a second, to fork it next to nothing. The
 interpreter has one thread and no connection. Asked over a socket, it forks a process that waits for a further one,
-which runs a program as `python -c` does, and ends as that does.
+which runs a program as `python -c` does, and ends as that does. What needs arguments or an environment of its own gets
+an interpreter of its own (`python`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -136,6 +137,21 @@ def run(program: str, directory: Path) -> str:
     done = completed(begin + program, str(directory), load=frameworks)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def without(*beginnings: str) -> dict[str, str]:
+    """The environment of the tests but for the variables whose names begin so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(beginnings)}
+
+
+def python(
+    *arguments: str, environment: Mapping[str, str] = os.environ, directory: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """What an interpreter of its own has said, which ended well."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    return done
 
 
 def serve(requests: socket.socket) -> None:

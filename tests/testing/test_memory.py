@@ -25,7 +25,7 @@ from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
-from tests.support.lab import in_child
+from tests.support.lab import apart, in_child
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -51,12 +51,6 @@ def db_lock(request: pytest.FixtureRequest, engine: Engine) -> Make:
     if request.param == "sqlalchemy":
         return lambda key, **options: sqlalchemy_dblock.db_lock(engine, key, **options)
     return lambda key, **options: dblock.db_lock(key, using="postgresql", **options)
-
-
-def elsewhere(function: Callable[[], Any]) -> Any:
-    """The result of a function in a thread of its own, which has ended then."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result(20)
 
 
 def hold(lock: Any) -> int:
@@ -90,7 +84,7 @@ def test_both_faces_share_one_memory(locks: testing.Memory, engine: Engine) -> N
     """As a Django site and a service that point at the same database."""
     with dblock.db_lock("k", using="mariadb"):
         with pytest.raises(LockTimeout):
-            elsewhere(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
+            apart(lambda: hold(sqlalchemy_dblock.db_lock(engine, "k", timeout=0)))
 
 
 def test_on_an_event_loop(locks: testing.Memory) -> None:
@@ -153,9 +147,9 @@ def test_a_lease_that_is_not_renewed_ends(locks: testing.Memory, db_lock: Make) 
     assert lock.state == "held"
     locks.clock.advance(0.2)
     assert lock.state == "lost"
-    assert not elsewhere(other.acquire)
+    assert not apart(other.acquire)
     locks.clock.advance(1)
-    assert elsewhere(lambda: hold(other)) > lock.fence
+    assert apart(lambda: hold(other)) > lock.fence
     with pytest.raises(LockLost) as caught:
         lock.release()
     assert caught.value.reason is Reason.TAKEN_OVER
@@ -341,7 +335,7 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
     with db_lock("k") as lock:
         before = time.monotonic()
         with pytest.raises(LockTimeout):
-            elsewhere(lambda: hold(db_lock("k", timeout=0.3)))
+            apart(lambda: hold(db_lock("k", timeout=0.3)))
         assert time.monotonic() - before >= 0.28
         assert locks.clock.now() == pytest.approx(0.3, abs=0.1)
         assert lock.verify()
@@ -349,11 +343,11 @@ def test_a_wait_for_a_thread_that_keeps_the_key(locks: testing.Memory, db_lock: 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
     """Its lease ends; a flow that waits for that does so in vain, and at once."""
-    elsewhere(db_lock("k", ttl=30).acquire)
+    apart(db_lock("k", ttl=30).acquire)
     with at_once():
         hold(db_lock("k", timeout=60))
     assert 29 < locks.clock.now() < 32
-    elsewhere(db_lock("x", ttl=30).acquire)
+    apart(db_lock("x", ttl=30).acquire)
     with at_once(), pytest.raises(LockTimeout):
         hold(db_lock("x", timeout=20))
 
@@ -405,6 +399,8 @@ def test_the_callers_transaction_is_of_no_account(sqlite: object, locks: testing
         lock.guard()
     with pytest.raises(LockLost):
         lock.release()
+    with lock.atomic():
+        locks.take_away("k")  # too late: the guard has seen that it was held
     with lock, pytest.raises(transaction.TransactionManagementError, match="call it inside atomic"):
         lock.guard()
     connections.close_all()
@@ -422,6 +418,8 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
         assert lock.locked()
         session.commit()
         assert not lock.locked()
+    with sqlalchemy_dblock.db_lock(engine, "k").begin(engine):
+        locks.take_away("k")
     engine.dispose()
 
 

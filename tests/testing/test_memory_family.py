@@ -12,7 +12,8 @@ from sqlalchemy import create_engine
 from dblock.core.errors import LockTimeout, WrongKind
 from dblock.testing import Memory, memory
 from sqlalchemy_dblock import db_leader, db_locks, db_rwlock, db_semaphore
-from tests.testing.test_memory import at_once, elsewhere
+from tests.support.lab import apart
+from tests.testing.test_memory import at_once
 
 ENGINE = create_engine("sqlite://")
 
@@ -49,7 +50,7 @@ def test_min_hold_of_a_permit(locks: Memory) -> None:
 
 
 def test_a_writer_waits_for_a_reader_whose_thread_has_ended(locks: Memory) -> None:
-    elsewhere(db_rwlock(ENGINE, "k").read().acquire)
+    apart(db_rwlock(ENGINE, "k").read().acquire)
     with pytest.raises(LockTimeout):
         db_rwlock(ENGINE, "k", timeout=20).write().__enter__()
 

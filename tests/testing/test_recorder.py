@@ -16,17 +16,11 @@ import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
-from tests.conftest import ALIASES, ready
+from tests.conftest import ALIASES, each_of
 from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews, until
 from tests.support.subjects import Actor, Subject
 
-
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
+subject = each_of(SOME)
 
 
 def bind(subject: Subject) -> Any:

@@ -6,14 +6,13 @@ No conftest.py: pytest finds the fixtures by the distribution's entry point.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ALIASES
 from tests.django.test_users_suites import SETTINGS
+from tests.support.loaded import python
 from tests.support.pages import ROOT, block
 
 SITE = """
@@ -215,9 +214,7 @@ def suite(directory: Path, *arguments: str, **environment: str) -> str:
     (installed / "entry_points.txt").write_text("[pytest11]\ndblock = dblock.pytest_plugin\n")
     paths = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-m", *arguments, environment=env, directory=directory)
     return done.stdout + done.stderr
 
 
