@@ -23,6 +23,7 @@ Rule: the faces define what a connection is, and where its driver waits (in a th
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from bisect import insort
