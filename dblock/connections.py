@@ -29,6 +29,7 @@ from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
 from dblock.drivers import sessions
+from dblock.drivers.tls import Tls
 
 T = TypeVar("T")
 MOST: Final = 5
@@ -56,6 +57,7 @@ class DjangoPool(AutocommitPool):
         self._location: object = None
         self.lanes = Lane("take"), Lane("keep")
         """Threads for the statements of asynchronous code, the critical ones second: the application's may be busy."""
+        self._tls = Tls()
         runtime.current.add_pool(self)
 
     def leave_to_parent(self) -> Any:
@@ -74,13 +76,18 @@ class DjangoPool(AutocommitPool):
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose)
+        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose, self._tls)
         connection.location = location(wrapper.settings_dict)
-        wrapper.ensure_connection()
-        connection.raw = raw = wrapper.connection
-        raw.rollback()  # what a receiver of `connection_created` may have begun
-        wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
-        sessions.set_up(connection, self._vendor, raw)
+        try:
+            wrapper.ensure_connection()
+            connection.raw = raw = wrapper.connection
+            self._tls.opened(raw)
+            raw.rollback()  # what a receiver of `connection_created` may have begun
+            wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
+            sessions.set_up(connection, self._vendor, raw)
+        except BaseException:
+            self._tls.forget()
+            raise
 
     def close(self, connection: PooledConnection, *, broken: bool) -> None:
         """Also in a thread whose event loop runs, where Django's own `close` raises."""
@@ -169,7 +176,7 @@ def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
+def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
     """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
@@ -178,7 +185,7 @@ def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
         options["detect_types"] = 0  # the lock's answers are numbers and texts
     else:
         driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
-        options |= sessions.options(driver, options, purpose)
+        options |= sessions.options(driver, options, purpose) | tls.options(options)
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     return wrapper

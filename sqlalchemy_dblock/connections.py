@@ -31,6 +31,7 @@ from dblock.core.errors import PoolExhausted
 from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
+from dblock.drivers.tls import Tls
 
 _opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
 """The connection of the lock that is being opened."""
@@ -55,6 +56,7 @@ class EnginePool(AutocommitPool):
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
         self._changed: dict[str, tuple[Any, Any]] = {}
         """The driver's options that were changed for the last opening: the application's value, and the lock's."""
+        self._tls = Tls()
         if not local:
             event.listen(engine, "do_connect", self._set_options)
 
@@ -81,11 +83,15 @@ class EnginePool(AutocommitPool):
             fairy = self._source.connect()
             driver: Any = fairy.driver_connection
             fairy.detach()
+            self._tls.opened(driver)
             connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
             wait = await_only if self._dialect.is_async else sessions.at_once
             prepares = getattr(driver, "prepare_threshold", 0) is not None  # psycopg's
             sessions.set_up(connection, self._dialect.name, driver, wait, may_prepare=prepares)
+        except BaseException:
+            self._tls.forget()
+            raise
         finally:
             _opening.reset(opening)
 
@@ -100,7 +106,7 @@ class EnginePool(AutocommitPool):
         if opening is not None:
             from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
 
-            changed = sessions.options(dialect.driver, options, opening.purpose)
+            changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
             self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
             options |= changed
 

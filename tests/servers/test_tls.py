@@ -1,8 +1,9 @@
-"""TLS of the lock's connections to MariaDB: as PyMySQL has it by itself."""
+"""TLS of the lock's connections to MariaDB: as PyMySQL has it by itself, and one context for all of them."""
 
 from __future__ import annotations
 
 import datetime as dt
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,6 +104,31 @@ def encrypted(pool: AutocommitPool) -> bool:
         [[_, cipher]] = cursor.fetchall()
     pool.give(connection)
     return bool(cipher)
+
+
+def test_one_context_does_for_all_connections(make: Make, server: Encrypting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the server begins to offer TLS, and ceases to."""
+    made, new = list[ssl.SSLContext](), ssl.create_default_context
+
+    def counted(**given: Any) -> ssl.SSLContext:
+        made.append(new(**given))
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    server.offer(tls=False)
+    pool = make()
+    assert [encrypted(pool) for _ in range(4)] == [False] * 4
+    assert len(made) == 1
+    server.offer(tls=True)
+    with pytest.raises(Exception, match="offers TLS now, and did not before"):
+        _ = encrypted(pool)
+    assert [encrypted(pool) for _ in range(4)] == [True] * 4
+    assert len(made) == 2
+    server.offer(tls=False)
+    with pytest.raises(Exception, match="SSL is required but the server"):
+        _ = encrypted(pool)
+    assert [encrypted(pool) for _ in range(4)] == [False] * 4
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("options", [{"ssl_disabled": True}, {"ssl": {"check_hostname": False}}], ids=str)
