@@ -13,11 +13,13 @@ Rule: `put` never waits, and never runs code of the application.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from dblock.core import timing
@@ -39,6 +41,7 @@ class Deliveries(Worker):
         self._calls = deque[Callable[[], object]](maxlen=PENDING)
         self._calling = False
         """Whether a call is under way."""
+        self._dropped = 0
 
     @property
     def pending(self) -> bool:
@@ -47,7 +50,10 @@ class Deliveries(Worker):
 
     def put(self, call: Callable[[], object]) -> None:
         """Enqueue a call for the thread. If none can be started, the next caller and the watchdog try again."""
-        self._calls.append(call)
+        with self._lock:
+            if len(self._calls) == PENDING:
+                self._dropped += 1
+            self._calls.append(call)
         _ = self.wake()
 
     def is_calling(self) -> bool:
@@ -79,14 +85,22 @@ class Deliveries(Worker):
         return math.inf
 
     def _make_next(self) -> bool:
-        """Make the first call that is left; False if there is none."""
-        try:
-            call = self._calls.popleft()
-        except IndexError:
-            return False
+        """Make the first call that is left, or say how many were dropped; False if there is nothing to do."""
+        with self._lock:
+            if self._calls:
+                call = self._calls.popleft()
+            elif self._dropped:
+                call, self._dropped = partial(_tell_dropped, self._dropped), 0
+            else:
+                return False
         with contextlib.suppress(BaseException):  # sys.exit() in a callback ends no thread that others need
             _ = call()
         return True
+
+
+def _tell_dropped(dropped: int) -> None:
+    text = "%d calls of log handlers, callbacks and observers of locks were dropped: one of them took too long"
+    logging.getLogger("dblock").warning(text, dropped)
 
 
 deliveries = Deliveries()

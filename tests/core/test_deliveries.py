@@ -77,10 +77,11 @@ def test_a_record_is_that_of_the_thread_that_logs(
     assert ran_in == {deliveries._name}
 
 
-def test_calls_come_in_order_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest are dropped."""
+def test_calls_come_in_order_and_are_bounded(handled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped; how many is said once, when the others have been made."""
     monkeypatch.setattr(module, "PENDING", 10)
-    own, go, made = Deliveries(), threading.Event(), list[int]()
+    own, go, made, said = Deliveries(), threading.Event(), list[int](), list[str]()
+    handled(lambda record: said.append(record.getMessage()))
     begun = threading.Event()
     own.put(lambda: begun.set() or go.wait(20))  # type: ignore[func-returns-value]
     assert begun.wait(20)
@@ -89,6 +90,7 @@ def test_calls_come_in_order_and_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     go.set()
     assert own.flush(20)
     assert made == list(range(20, 30))
+    assert [line.partition(" ")[0] for line in said] == ["20"]
 
 
 def test_what_a_call_raises_ends_nothing() -> None:
