@@ -24,6 +24,34 @@ def start(work: Callable[[], object], name: str) -> Callable[[], bool]:
     return thread.is_alive
 
 
+class BinarySemaphore:
+    """A flag that any thread sets, any number of times; it wakes the waiting thread once.
+
+    A signal handler may set it, also one that interrupts `set` or `wait`.
+
+    Not `SimpleQueue.get(timeout)`: before Python 3.13 a signal that interrupts it when its time is up makes it wait for
+    ever, as it goes on with the rest of the time, which is negative. So does stopping and continuing a process that
+    handles SIGCONT.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _ = self._lock.acquire()
+
+    def set(self) -> None:
+        """Wake the thread that waits, or that waits next."""
+        with contextlib.suppress(RuntimeError):  # it is set already
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return not self._lock.locked()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so many seconds and clear the flag; returns whether it was set."""
+        return self._lock.acquire(timeout=max(seconds, 0.0))
+
+
 class Worker:
     """A thread that works in rounds, for as long as there is something to do."""
 
@@ -36,15 +64,8 @@ class Worker:
         """
         self._name, self._refused, self._exit_priority = f"dblock {name}", refused, exit_priority
         self._thread: threading.Thread | None = None
+        self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
-        self._quiet = threading.Lock()
-        """Locked until it is woken: a binary semaphore, which a signal handler may set, too.
-
-        Not `SimpleQueue.get(timeout)`: before Python 3.13 a signal that interrupts it when its time is up makes it wait
-        for ever, as it goes on with the rest of the time, which is negative. So does stopping and continuing a process
-        that handles SIGCONT.
-        """
-        _ = self._quiet.acquire()
         self.wakes_at = math.inf
         """The next round begins by that local time: a caller with earlier work wakes the thread.
 
@@ -60,8 +81,7 @@ class Worker:
 
     def wake(self) -> RuntimeError | None:
         """Begin a round now, as something is due earlier than planned; returns why no thread can be started for it."""
-        with contextlib.suppress(RuntimeError):  # it is woken already
-            self._quiet.release()
+        self._woken.set()
         util = sys.modules.get("multiprocessing.util")
         if util is not None and (priority := self._exit_priority) is not None:
             self._exit_priority = None  # once
@@ -90,20 +110,19 @@ class Worker:
         with self._lock:  # not before `wake` has returned
             if self._thread is not threading.current_thread():
                 return  # its start was interrupted: another one is started when needed
-        rests = False  # whether there was nothing to do, and nothing has come since
+        quiet = False  # whether there was nothing to do, and nothing has come since
         try:
             while True:
                 latest = clock.now() + timing.DEFAULT.attention
                 # What comes during a round, and is due after the next one has begun, wakes it only if none may follow.
                 # Else a process that takes thousands of locks looks at all of them again and again.
-                self.wakes_at = math.inf if rests else latest
+                self.wakes_at = math.inf if quiet else latest
                 moment = self.round()
                 with self._lock:
-                    if rests and moment == math.inf and self._quiet.locked():
+                    if quiet and moment == math.inf and not self._woken.is_set():
                         self._thread = None  # what comes from now on starts another one
                         return
                 self.wakes_at = min(moment, latest)
-                woken = self._quiet.acquire(timeout=max(self.wakes_at - clock.now(), 0.0))
-                rests = moment == math.inf and not woken
+                quiet = not self._woken.wait(self.wakes_at - clock.now()) and moment == math.inf
         finally:
             self.wakes_at = math.inf  # also if an error ends this thread
