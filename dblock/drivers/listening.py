@@ -12,9 +12,9 @@ from dblock.core import runtime
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.lock.base_store import BaseStore
-from dblock.core.lock.kill_query_listener import open_listener
 from dblock.core.protocol.store import Subscription
 from dblock.core.wakeup.registry import Wakeups
+from dblock.drivers.kill_query import open_listener
 
 Ask = Callable[[float], None]
 """Probes the server; raises unless it answers by that local time."""

@@ -17,11 +17,11 @@ from django.test import override_settings
 from sqlalchemy import URL, create_engine
 
 from dblock.core import runtime
-from dblock.core.lock.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
 from dblock.core.wakeup.registry import MOST, Message, Wakeup, Wakeups
+from dblock.drivers.kill_query import KillQueryListener
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
