@@ -562,7 +562,7 @@ _NAME, _NUMBER = ("name",), ("number",)
 _GONE: dict[str, Any] = {"ticket": 0}
 _CONSTANT = {House, Flow, World, Small, Site, Database, Timing, ModuleType, FunctionType, MethodType, type}
 _ASIDE = {
-    *("_now", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
+    *("_now", "mutex", "_loop", "_ended", "__weakref__", "database", "wakeups", "socket"),
     *(
         "error",
         "site",

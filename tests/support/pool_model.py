@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from types import FrameType
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -210,7 +211,7 @@ class ModelPool(AutocommitPool):
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         running = self._world.running
         assert running is not None
-        running.waiter, waiter._loop = waiter, running.loop
+        running.waiter, waiter._loop, waiter._ended = waiter, running.loop, Event()
         try:
             self._world.stop("wait", self._world.time + seconds)
         finally:
