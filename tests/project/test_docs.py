@@ -408,7 +408,8 @@ def test_the_threads_are_few_and_listed() -> None:
     listed = re.findall(r"^\| dblock (\w+)", table, re.MULTILINE)
     assert len(set(listed)) == len(listed) <= 8
     code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    begun = r'\bstart\(.+, "(\w+)"\)|super\(\).__init__\("(\w+)"(?:\)|, partial\(warn|, exit_priority)|name="dblock (\w+)"'
+    worker = r'super\(\).__init__\("(\w+)"(?:\)|, partial\(warn|, exit_priority)'
+    begun = rf'\bstart\(.+, "(\w+)"\)|{worker}|name="dblock (\w+)"'
     found = re.findall(begun, code)
     assert {name for names in found for name in names if name} == set(listed)
 
