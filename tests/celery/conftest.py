@@ -112,8 +112,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 100.0) -> None:
 
 
 def redelivering(seconds: float) -> dict[str, float]:
-    """Redis's transport looks each second, and not each hundred, for what a worker has had for longer than that."""
-    return {"visibility_timeout": seconds, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+    """Redis's transport looks each second, and not each hundred, for what a worker has had for longer than that.
+
+    It does so under a mutex, which outlives a broker that is stopped at that moment, by default for five minutes.
+    """
+    often = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+    return {"visibility_timeout": seconds, "unacked_mutex_expire": seconds, **often}
 
 
 class Celery:
