@@ -9,6 +9,7 @@ import time
 import pytest
 
 from dblock.core import clock
+from dblock.core.connections.deadlines import Deadlines
 from dblock.core.worker import Worker
 from tests.conftest import timed
 from tests.support.lab import threads, until
@@ -74,3 +75,14 @@ def test_what_comes_in_any_round_is_done(monkeypatch: pytest.MonkeyPatch) -> Non
         assert worker.wake() is None
         assert until(worker.is_over, 5)
         assert worker.done or number == 4, "it had ended before"
+
+
+def test_the_thread_of_deadlines_goes_on_while_it_is_used() -> None:
+    """Also by statements that have ended before it looks: else it would end and begin each second."""
+    deadlines, cut = Deadlines(), list[str]().clear
+    assert deadlines.round() == math.inf
+    deadlines.wakes_at = 0.0  # no thread is needed
+    deadlines.arm(cut, clock.now() + 100)
+    assert deadlines.disarm(cut)
+    assert deadlines.round() < math.inf
+    assert deadlines.round() == math.inf

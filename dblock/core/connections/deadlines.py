@@ -31,10 +31,12 @@ class Deadlines(Worker):
     def __init__(self) -> None:
         super().__init__("deadlines", partial(warn, "cannot watch the deadlines of statements: %s"))
         self._due: dict[Cut, float] = {}
+        self._used = False
+        """Whether there was a deadline since the last round, so that the thread goes on for another one."""
 
     def arm(self, cut: Cut, moment: float) -> None:
         """Call `cut` at that local time, unless the statement has ended by then."""
-        self._due[cut] = moment
+        self._due[cut], self._used = moment, True
         if moment < self.wakes_at:
             _ = self.wake()
 
@@ -60,7 +62,8 @@ class Deadlines(Worker):
         return answer
 
     def round(self) -> float:
-        now, soonest = clock.now(), math.inf
+        now, used, self._used = clock.now(), self._used, False
+        soonest = now + timing.DEFAULT.attention if used else math.inf
         for cut, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)
