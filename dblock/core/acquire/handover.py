@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Final
 
 from dblock.core.acquire.local_queue import Waiting
@@ -27,6 +28,17 @@ from dblock.core.wakeup.registry import Message
 
 MOST_LOCAL: Final = 8
 """Most hand-overs in a row inside a process while other processes wait."""
+
+
+class Passed(Enum):
+    """What became of the hand-over of a held tenure inside this process."""
+
+    DONE = auto()
+    """The heir has the key."""
+    REFUSED = auto()
+    """The flow that handed it over still has it."""
+    UNKNOWN = auto()
+    """The answer was lost."""
 
 
 def grant(site: Site, key: str, first: int, held: Grant | None = None, *, until: float = math.inf) -> Steps[bool]:
@@ -154,20 +166,19 @@ def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
     the hand-over has ended, and finds the tenure gone if that was executed. The heir's tenure is then released if the
     heir has left, or has begun again with another token.
     """
-    key, heir, owner = held.tenure.key, None, ""
-    passed: bool | None = False
-    """Whether the heir has it; None: the answer to the hand-over was lost."""
+    passed, heir, owner, key = Passed.REFUSED, None, "", held.tenure.key
     try:
         local_queue = None if min_hold else site.local_queues.get(key)
-        if local_queue is not None and (heir := local_queue.offer()) is not None:
-            passed, owner = None, heir.owner
+        heir = None if local_queue is None else local_queue.offer()
+        if heir is not None:
+            passed, owner = Passed.UNKNOWN, heir.owner
             passed = yield from _hand_over_local(site, heir, held)
-            if passed is False:
-                local_queue.retract(heir)
+            if passed is Passed.REFUSED:
+                heir.local_queue.retract(heir)
         in_time = yield from release(site, held, min_hold=min_hold)
-        if heir is not None and passed is None and not in_time and heir.owner != owner:
+        if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
             yield from undo_take(site, key, owner, again=False)
-        return in_time or passed is None  # noqa: TRY300 - an else would be no clearer
+        return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
@@ -175,7 +186,7 @@ def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
             _ = yield from end(site, held, min_hold=min_hold)
         raise
     finally:
-        if not passed:
+        if passed is not Passed.DONE:
             site.local_queues.released(key)
 
 
@@ -224,13 +235,13 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
                 yield from undo_take(site, key, owner, until - database.now(), again=False)
 
 
-def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | None]:
-    """Hand a held tenure over to the flow of this process that it was offered to; None if the answer was lost."""
+def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
+    """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         database.before_waiting()
     except LockError:  # inside a transaction that may roll it back, or on an event loop
-        return False
+        return Passed.REFUSED
     parameters: Parameters = {
         **request.parameters(tenure.owner),
         **tenure._asdict(),
@@ -238,13 +249,15 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | Non
         "handovers_left": max(MOST_LOCAL - held.local_handovers, 0),
         "covers": int(request.starts_on_place_lease),
     }
-    until = database.now() + database.timing.handover_retry
+    statement, sent = database.dialect.hand_over_local, database.now()
     try:
-        sent, rows = yield from send(database, database.dialect.hand_over_local, parameters, until)
-    except LockStoreError as error:
-        return None if isinstance(error, StoreUnanswered) else False
+        sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
+    except StoreUnanswered:
+        return Passed.UNKNOWN
+    except LockStoreError:
+        return Passed.REFUSED
     if not rows:
-        return False
+        return Passed.REFUSED
     held.handed_over = True
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
@@ -252,4 +265,4 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[bool | Non
     if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant)
-    return True
+    return Passed.DONE
