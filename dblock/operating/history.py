@@ -35,16 +35,8 @@ OF_ALL: Final = 500
 """Most events of all keys in one write."""
 OMITTED: Final = "omitted"
 """The kind of a row that gives the number of events of its key that its process left out before it."""
-_SECONDS: Final = {
-    Kind.ACQUIRED: "wait",
-    Kind.GAVE_UP: "wait",
-    Kind.RELEASED: "held",
-    Kind.LOST: "held",
-    Kind.AT_RISK: "lateness",
-    Kind.FORCED: "",
-    Kind.REAPED: "",
-}
-"""The kinds that are written, and the content of the column `seconds`."""
+_WRITTEN: Final = frozenset(Kind) - {Kind.CONTENDED, Kind.RENEWED}
+"""The kinds that are written."""
 
 
 class History:
@@ -140,13 +132,12 @@ class History:
 
 def _row(event: Event, who: Mapping[str, Any]) -> dict[str, Any]:
     kind = event.kind
-    seconds = getattr(event, _SECONDS[kind]) if _SECONDS[kind] else 0.0
     detail = f"{event.amount}, {event.places}" if kind is Kind.REAPED else event.reason or event.how
     return {
         "lock_key": event.key,
         "kind": kind,
         "fence": event.fence,
-        "seconds": seconds,
+        "seconds": event.wait or event.held or event.lateness,  # of which a kind has one, or none
         "detail": storable(detail),
         "label": event.label,
         "celery_task_id": celery_task_id(),
@@ -175,7 +166,7 @@ class Histories(WeakKeyDictionary[Store, History]):
 
 
 def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
-    if not store.history or event.kind not in _SECONDS:
+    if not store.history or event.kind not in _WRITTEN:
         return
     watchdog = runtime.current.watchdog
     histories = watchdog.histories
