@@ -243,12 +243,7 @@ class LockAdmin(Inspector):
     """Of a key whose holders, if there are any, have rows of their own."""
     fields_of_nobodys = (*fields_of_shared, ("last_held_by", "released"))
     """Of a key that nobody holds; what its row has of the last holder is said to be so."""
-    fields_of_waiting = (
-        ("shown_key", "state"),
-        ("next_to_enter", "waiting_for"),
-        ("waiters", "shown_fence"),
-        "asked_back",
-    )
+    fields_of_waiting = (*fields_of_shared, ("next_to_enter", "waiting_for"), "asked_back")
     """Of a key whose holders have rows of their own, and whose owner waits for them."""
     readonly_fields = tuple(dict.fromkeys(flatten((*fields, *fields_of_nobodys, *fields_of_waiting))))
 
@@ -322,7 +317,7 @@ class LockAdmin(Inspector):
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
-                "is_held": bool(row.owner) and state_of(row) != "free",
+                "is_held": bool(row.owner),
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),
                 "waiters": [shown(each) for each in waiters],
@@ -337,9 +332,7 @@ class LockAdmin(Inspector):
     shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
     pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := pinned_of(row)) else "–")
-    holder = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else named(_identity(row)), "host")
     held_by = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else _labelled(row), "host")
-    """The holder with its label, for the list."""
     last_held_by = _column(_("last held by"), _labelled)
     next_to_enter = _column(_("next to enter"), _labelled)
     waiting_for = _column(_("waiting for"), lambda row: span(vars(row)["age"]))
@@ -400,11 +393,10 @@ _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt"
 
 
 def _quarantine() -> Quarantine | None:
-    """That of the locks' database, while keys are closed."""
+    """That of the locks' database, if it can be read."""
     database = store_for(default_alias()).database
     with contextlib.suppress(LockError):
-        found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
-        return found if found is not None and found.opens_in > 0 else None
+        return drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
     return None
 
 

@@ -151,7 +151,7 @@ class Inspector(_ModelAdmin):
                 self.log_change(request, row, ending.log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
         waits = state_of(row) == "waiting"
-        fields = ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
+        fields = ("next_to_enter", "waiting_for") if waits else ("held_by", "held_for")
         names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
         told = {"object": row, "form": form, "back": back, "but": but, "facts": facts, "waits": waits}
