@@ -64,9 +64,7 @@ def _on_postgresql(database: Database, keys: list[str], until: float, _: float) 
     found: dict[str, Pinned] = {}
     rows = yield from ask(database, statements.postgresql_pinning(), {"keys": json.dumps(keys)}, until)
     for key, process, prepared, *facts in rows:
-        end = f"SELECT pg_terminate_backend({process})"
-        if prepared:
-            end = f"ROLLBACK PREPARED {_literal(prepared)}"
+        end = f"ROLLBACK PREPARED {_literal(prepared)}" if prepared else f"SELECT pg_terminate_backend({process})"
         pin = _pin(prepared or str(process), end, facts)
         known = found.get(key, Pinned(()))
         found[key] = Pinned((*known.pins, pin), AGES if pin.age is None else known.hidden)
