@@ -15,7 +15,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -50,8 +50,9 @@ class History:
         """Number of events of each key, including omitted ones."""
         self._loop: Any = None
         """The event loop on which locks were taken last, if any."""
-        self._begun: tuple[ref[Steps[None]], Any] | None = None
-        """The last steps, and their event loop."""
+        self._begun: Callable[[], Steps[None] | None] = lambda: None
+        self._begun_on: Any = None
+        """The last steps, by a reference, and their event loop."""
         self._failing = False
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
@@ -78,11 +79,9 @@ class History:
         rows = self._rows
         if self._under_way or not rows or store.database.now() < rows[0][0] + ripe:
             return None
-        steps, loop = self._write(store), self._loop
-        if loop is not None and not loop.is_running():
-            loop = None
-        self._begun = ref(steps), loop
-        return steps, loop
+        steps = self._write(store)
+        self._begun, self._begun_on = ref(steps), self._loop if self._loop and self._loop.is_running() else None
+        return steps, self._begun_on
 
     def _write(self, store: Store) -> Steps[None]:
         where = store.location
@@ -119,10 +118,7 @@ class History:
     @property
     def _under_way(self) -> bool:
         """Whether a write is under way, or about to begin."""
-        if self._begun is None:
-            return False
-        steps, loop = self._begun
-        return going_on(steps) and (loop is None or loop.is_running())
+        return going_on(self._begun) and (self._begun_on is None or self._begun_on.is_running())
 
     @property
     def pending(self) -> bool:
