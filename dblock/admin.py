@@ -44,7 +44,6 @@ from django.utils.translation import gettext_lazy as _
 from dblock.core.errors import InvalidKey, LockError
 from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END, valid_row_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.vocabulary import Vocabulary
@@ -53,7 +52,7 @@ from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo
-from dblock.operating.inspector import QUEUED, Inspector, pinned_of, pins_of, pins_shown, shown, state_of
+from dblock.operating.inspector import QUEUED, Inspector, pins_of, pins_shown, shown, state_of
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, named, said, span
 from dblock.place import default_alias
@@ -287,7 +286,7 @@ class LockAdmin(Inspector):
             elif not obj.owner:
                 has_shares = obj.kind == KeyKind.SEMAPHORE or state_of(obj) == "shared"
                 fields = self.fields_of_shared if has_shares else self.fields_of_nobodys
-        pinned = obj is not None and pinned_of(obj)
+        pinned = obj is not None and vars(obj).get("pinned")
         return [each for each in fields if pinned or each != "pinned_by"]
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
@@ -301,7 +300,11 @@ class LockAdmin(Inspector):
     has_change_permission = has_delete_permission = has_add_permission
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        context = {"may_reap": self.may(request, "reap"), "quarantine": _quarantine()}
+        context: dict[str, Any] = {"may_reap": self.may(request, "reap")}
+        database = store_for(default_alias()).database
+        with contextlib.suppress(LockError):
+            until = database.now() + database.timing.single_try
+            context["quarantine"] = drive(epoch.read(database, until, begins=False))
         return super().changelist_view(request, {**(extra_context or {}), **context})
 
     def change_view(
@@ -331,7 +334,7 @@ class LockAdmin(Inspector):
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
     shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
-    pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := pinned_of(row)) else "–")
+    pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := vars(row).get("pinned")) else "–")
     held_by = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else _labelled(row), "host")
     last_held_by = _column(_("last held by"), _labelled)
     next_to_enter = _column(_("next to enter"), _labelled)
@@ -390,14 +393,6 @@ _COLUMNS = {
     *("acquired_at", "expires_at", "state", "waiters"),
 }
 _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt", "gte", "lt", "lte"}
-
-
-def _quarantine() -> Quarantine | None:
-    """That of the locks' database, if it can be read."""
-    database = store_for(default_alias()).database
-    with contextlib.suppress(LockError):
-        return drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
-    return None
 
 
 def _holding(row: Lock) -> EventInfo | None:

@@ -23,12 +23,8 @@ from dblock.core.protocol.sending import Database, ask
 from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.operating.statements import pins as statements
 
-
-def gettext_noop(text: str) -> str:
-    """Mark a text that the admin shows in the language of its user."""
-    return text
-
-
+gettext_noop: Final = str
+"""Marks a text that the admin shows in the language of its user."""
 AGES: Final = gettext_noop("Members of pg_monitor are shown since when, and what it does.")
 PROCESS: Final = gettext_noop(
     "Which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
