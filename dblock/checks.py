@@ -232,9 +232,7 @@ def _is_reaped() -> bool:
     task = "dblock.reap_expired"
     if any(entry.get("task") == task for entry in schedule.values()):
         return True
-    if not apps.is_installed("django_celery_beat"):
-        return False
-    with contextlib.suppress(DatabaseError):
+    with contextlib.suppress(DatabaseError, LookupError):  # it is not installed, or its tables are missing
         model: Any = apps.get_app_config("django_celery_beat").get_model("PeriodicTask")
         return bool(model.objects.filter(task=task, enabled=True).exists())
     return False
