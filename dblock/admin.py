@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.utils import flatten, unquote
+from django.contrib.admin.utils import flatten
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db import connections
@@ -107,22 +107,6 @@ class StateFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
         return queryset.filter(read=self.value()) if self.value() in STATES else queryset
-
-
-class LockList(ChangeList):
-    """The rows of one page. Rows that nobody holds also say whether they have shares, and whether they are pinned."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        """Django's results, what has shares, and who pins what somebody might want."""
-        super().get_results(request)
-        rows: list[Lock] = list(self.result_list)
-        free = [row for row in rows if state_of(row) == "free"]
-        wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
-        pins = pins_of([*wanted, *(row.lock_key for row in rows if state_of(row) == "expired")])
-        shared = _shared([row.lock_key for row in free if row.kind])
-        for row in rows:
-            vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
-        self.result_list = rows
 
 
 class WaitersFilter(admin.SimpleListFilter):
@@ -274,8 +258,18 @@ class LockAdmin(Inspector):
         rows = Lock.objects.using(default_alias()).order_by().values("pk")[:MANY]
         return (TROUBLE_FIRST, "lock_key") if rows.count() < MANY else ("lock_key",)
 
-    def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        return LockList
+    def get_changelist_instance(self, request: HttpRequest) -> ChangeList:
+        """A page of the list. Rows that nobody holds also say whether they have shares, and whether they are pinned."""
+        page = super().get_changelist_instance(request)
+        rows: list[Lock] = list(page.result_list)
+        free = [row for row in rows if state_of(row) == "free"]
+        wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
+        pins = pins_of([*wanted, *(row.lock_key for row in rows if state_of(row) == "expired")])
+        shared = _shared([row.lock_key for row in free if row.kind])
+        for row in rows:
+            vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
+        page.result_list = rows
+        return page
 
     def get_fields(self, request: HttpRequest, obj: Lock | None = None) -> Any:
         """The fields for the state of the key; the transaction that pins it only if there is one."""
@@ -307,28 +301,26 @@ class LockAdmin(Inspector):
             context["quarantine"] = drive(epoch.read(database, until, begins=False))
         return super().changelist_view(request, {**(extra_context or {}), **context})
 
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, obj: Any = None, **options: Any
     ) -> HttpResponse:
-        key, store = unquote(object_id), store_for(default_alias())
-        row = self.get_object(request, key) if self.has_view_permission(request) else None
-        context: dict[str, Any] = {}
-        if row is not None:
-            events = self.history(request, administration.events(store, key))
-            waiters = drive(administration.waiters(store, key, QUEUED))
-            shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
-            context = {
-                "events": told(events),
-                "timeline": timeline(events, _holding(row)),
-                "is_held": bool(row.owner),
-                "may_revoke": self.may(request, "revoke"),
-                "may_force_release": self.may(request, "force_release"),
-                "waiters": [shown(each) for each in waiters],
-                "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
-                "shares": [shown(each.info) for each in shares],
-                "is_next": state_of(row) == "waiting",
-            }
-        return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
+        """The details of a key, and beside them who waits for it, who has shares, and what happened."""
+        store, key = store_for(default_alias()), obj.lock_key
+        events = self.history(request, administration.events(store, key))
+        waiters = drive(administration.waiters(store, key, QUEUED))
+        shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
+        context |= {
+            "events": told(events),
+            "timeline": timeline(events, _holding(obj)),
+            "is_held": bool(obj.owner),
+            "may_revoke": self.may(request, "revoke"),
+            "may_force_release": self.may(request, "force_release"),
+            "waiters": [shown(each) for each in waiters],
+            "more_waiters": max(vars(obj)["waiting"] - len(waiters), 0),
+            "shares": [shown(each.info) for each in shares],
+            "is_next": state_of(obj) == "waiting",
+        }
+        return super().render_change_form(request, context, *args, obj=obj, **options)
 
     shown_key, shown_label = _shown("lock_key"), _shown("label")
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
