@@ -106,7 +106,7 @@ class StateFilter(admin.SimpleListFilter):
         return [(name, said(name)) for name in STATES if name not in {"pinned", "shared"}]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
-        return queryset.filter(read=self.value()) if self.value() in STATES else queryset
+        return queryset.filter(Q(read=self.value())) if self.value() in STATES else queryset
 
 
 class WaitersFilter(admin.SimpleListFilter):
@@ -302,25 +302,26 @@ class LockAdmin(Inspector):
         return super().changelist_view(request, {**(extra_context or {}), **context})
 
     def render_change_form(
-        self, request: HttpRequest, context: dict[str, Any], *args: Any, obj: Any = None, **options: Any
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **options: Any
     ) -> HttpResponse:
         """The details of a key, and beside them who waits for it, who has shares, and what happened."""
-        store, key = store_for(default_alias()), obj.lock_key
+        row: Lock = options["obj"]
+        store, key = store_for(default_alias()), row.lock_key
         events = self.history(request, administration.events(store, key))
         waiters = drive(administration.waiters(store, key, QUEUED))
         shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
         context |= {
             "events": told(events),
-            "timeline": timeline(events, _holding(obj)),
-            "is_held": bool(obj.owner),
+            "timeline": timeline(events, _holding(row)),
+            "is_held": bool(row.owner),
             "may_revoke": self.may(request, "revoke"),
             "may_force_release": self.may(request, "force_release"),
             "waiters": [shown(each) for each in waiters],
-            "more_waiters": max(vars(obj)["waiting"] - len(waiters), 0),
+            "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
             "shares": [shown(each.info) for each in shares],
-            "is_next": state_of(obj) == "waiting",
+            "is_next": state_of(row) == "waiting",
         }
-        return super().render_change_form(request, context, *args, obj=obj, **options)
+        return super().render_change_form(request, context, *args, **options)
 
     shown_key, shown_label = _shown("lock_key"), _shown("label")
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
