@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.utils import flatten, unquote
+from django.contrib.admin.utils import flatten
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db import connections
@@ -45,7 +44,6 @@ from django.utils.translation import gettext_lazy as _
 from dblock.core.errors import InvalidKey, LockError
 from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.epoch import Quarantine
 from dblock.core.share_keys import END, valid_row_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.vocabulary import Vocabulary
@@ -54,9 +52,9 @@ from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating import administration
 from dblock.operating.administration import EventInfo
-from dblock.operating.inspector import QUEUED, Inspector, pinned_of, pins_of, pins_shown, shown, state_of
+from dblock.operating.inspector import QUEUED, Inspector, pins_of, pins_shown, shown, state_of
 from dblock.operating.timeline import timeline, told
-from dblock.operating.wording import moment, named, span
+from dblock.operating.wording import moment, named, said, span
 from dblock.place import default_alias
 from dblock.store import store_for
 
@@ -67,39 +65,32 @@ def _by_clock(told: Callable[[Vocabulary], str], kind: Field[Any, Any]) -> RawSQ
     return RawSQL(sql.replace("%", "%%"), [], kind)  # noqa: S611 - it has no values
 
 
-def _now() -> RawSQL:
-    """The current time."""
-    return _by_clock(lambda words: words.now, MomentField())
+def _left() -> RawSQL:
+    """Seconds until the lease ends; zero or less when it has ended."""
+    return _by_clock(lambda words: words.until("expires_at"), FloatField())
 
 
-_LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
-_WAITING = _LIVING & ~Q(lock_key__contains=SHARE) & (Q(kind=int(KeyKind.SEMAPHORE)) | Q(awaiting_fence=F("fence")))
-"""The owner is the next to enter, and waits until readers or holders of permits have left."""
-_DETACHED = _LIVING & Q(count=0) & ~_WAITING
-"""A token was made for it, and not used yet."""
-_AT_RISK = Q(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"))
-"""A lease that has been renewed before, and not for half of its ttl."""
-STATES: dict[str, tuple[Any, Q]] = {
-    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK & ~_WAITING & ~_DETACHED),
-    "detached": (pgettext_lazy("lock", "detached"), _DETACHED),
-    "waiting": (pgettext_lazy("lock", "waiting"), _WAITING),
-    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK & ~_WAITING & ~_DETACHED),
-    "pinned": (pgettext_lazy("lock", "pinned"), Q()),
-    "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
-    "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
-    "shared": (pgettext_lazy("lock", "shared"), Q()),
-    "free": (pgettext_lazy("lock", "free"), Q(owner__isnull=True) | Q(owner="", expires_at__lte=F("clock"))),
-}
-"""`closed`: released, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
+_LIVING = Q(owner__isnull=False, left__gt=0) & ~Q(owner="")
+STATES = ("held", "detached", "waiting", "at_risk", "pinned", "expired", "closed", "shared", "free")
+"""`detached`: a token was made for it, and not used yet. `waiting`: the owner is the next to enter, and waits until
+readers or holders of permits have left. `at_risk`: a lease that has been renewed before, and not for half of its ttl.
+`closed`: released, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
 keeps everybody from taking it; `shared`: free, but readers hold it or permits are in use. No column says these two."""
 _NOBODYS = {"shared", "free", "closed", "waiting"}
 """The states of keys whose rows name no holder: nobody, the last one, or the next to enter."""
 _CALM = ("held", "detached", "waiting", "closed", "free")
 """The states in which nothing is wrong, and their order in the list; all others come before them."""
-TROUBLE_FIRST = Case(
-    *(When(STATES[name][1], then=Value(number)) for number, name in enumerate(_CALM, start=1)), default=Value(0)
+TROUBLE_FIRST = Case(*(When(read=name, then=Value(n)) for n, name in enumerate(_CALM, start=1)), default=Value(0))
+_WAITS = ~Q(lock_key__contains=SHARE) & (Q(kind=int(KeyKind.SEMAPHORE)) | Q(awaiting_fence=F("fence")))
+READ = Case(
+    When(Q(owner__isnull=True) | Q(owner="", left__lte=0), then=Value("free")),
+    When(owner="", then=Value("closed")),
+    When(left__lte=0, then=Value("expired")),
+    When(_WAITS, then=Value("waiting")),
+    When(count=0, then=Value("detached")),
+    When(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"), then=Value("at_risk")),
+    default=Value("held"),
 )
-READ = Case(*(When(each, then=Value(name)) for name, (_label, each) in STATES.items() if each))
 """The state, as far as columns say it."""
 MANY = 10_000
 """The list counts so many rows, has pages for them, and sorts by state if there are fewer; beyond, the user filters."""
@@ -112,27 +103,10 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, label) for name, (label, _) in STATES.items() if name not in {"pinned", "shared"}]
+        return [(name, said(name)) for name in STATES if name not in {"pinned", "shared"}]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
-        value = self.value()
-        return queryset.filter(STATES[value][1]) if value in STATES else queryset
-
-
-class LockList(ChangeList):
-    """The rows of one page. Rows that nobody holds also say whether they have shares, and whether they are pinned."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        """Django's results, what has shares, and who pins what somebody might want."""
-        super().get_results(request)
-        rows: list[Lock] = list(self.result_list)
-        free = [row for row in rows if state_of(row) == "free"]
-        wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
-        pins = pins_of([*wanted, *(row.lock_key for row in rows if state_of(row) == "expired")])
-        shared = _shared([row.lock_key for row in free if row.kind])
-        for row in rows:
-            vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
-        self.result_list = rows
+        return queryset.filter(Q(read=self.value())) if self.value() in STATES else queryset
 
 
 class WaitersFilter(admin.SimpleListFilter):
@@ -179,8 +153,9 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
 
 def _waiters() -> QuerySet[Waiter]:
     """The live waiters of the current row's key."""
+    now = _by_clock(lambda words: words.now, MomentField())
     return Waiter.objects.filter(
-        lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=_now()
+        lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=now
     )
 
 
@@ -188,7 +163,7 @@ def _shared(keys: list[str]) -> set[str]:
     """Those of the keys that readers hold, or of which permits are in use."""
     # In a correlated subquery the bounds would be no constants, and each database would read the whole table.
     shares = Q(*(Q(lock_key__gt=key + SHARE, lock_key__lt=key + END) for key in keys), _connector=Q.OR)
-    rows = Lock.objects.using(default_alias()).annotate(clock=_now()).filter(_LIVING, shares)
+    rows = Lock.objects.using(default_alias()).alias(left=_left()).filter(_LIVING, shares)
     return {share.partition(SHARE)[0] for share in rows.values_list("lock_key", flat=True)[:MANY]} if keys else set()
 
 
@@ -199,15 +174,6 @@ def _identity(row: Lock) -> Identity:
 def _labelled(row: Lock) -> str:
     who = named(_identity(row))
     return format_html("<b>{}</b><br>{}", printable(row.label), who) if row.label else who
-
-
-def _clock(row: Lock) -> datetime:
-    clock: datetime = vars(row)["clock"]  # annotated by `get_queryset`, as is `read`
-    return clock
-
-
-def _ago(row: Lock, moment: datetime) -> float:
-    return (_clock(row) - moment).total_seconds()
 
 
 def _column(description: Any, told: Callable[[Lock], Any], ordering: Any = None) -> Any:
@@ -260,12 +226,7 @@ class LockAdmin(Inspector):
     """Of a key whose holders, if there are any, have rows of their own."""
     fields_of_nobodys = (*fields_of_shared, ("last_held_by", "released"))
     """Of a key that nobody holds; what its row has of the last holder is said to be so."""
-    fields_of_waiting = (
-        ("shown_key", "state"),
-        ("next_to_enter", "waiting_for"),
-        ("waiters", "shown_fence"),
-        "asked_back",
-    )
+    fields_of_waiting = (*fields_of_shared, ("next_to_enter", "waiting_for"), "asked_back")
     """Of a key whose holders have rows of their own, and whose owner waits for them."""
     readonly_fields = tuple(dict.fromkeys(flatten((*fields, *fields_of_nobodys, *fields_of_waiting))))
 
@@ -274,13 +235,12 @@ class LockAdmin(Inspector):
         js = ("dblock/inspector.js",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
-        """All rows but internal ones, with the clock that their states are computed by."""
-        rows = Lock.objects.using(default_alias()).annotate(clock=_now())
+        """All rows but internal ones; with their states, ages and the rest of their leases, and how many wait."""
+        rows = Lock.objects.using(default_alias())
         rows = rows.exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
         count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
-        left = _by_clock(lambda words: words.until("expires_at"), FloatField())
         age = _by_clock(lambda words: words.since("acquired_at"), FloatField())
-        return rows.alias(left=left, age=age).annotate(read=READ, waiting=Coalesce(Subquery(count), 0))
+        return rows.annotate(left=_left(), age=age, read=READ, waiting=Coalesce(Subquery(count), 0))
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
         """The row of a key, who pins it, and whether it has shares; None for what can be no key, without a query."""
@@ -298,8 +258,18 @@ class LockAdmin(Inspector):
         rows = Lock.objects.using(default_alias()).order_by().values("pk")[:MANY]
         return (TROUBLE_FIRST, "lock_key") if rows.count() < MANY else ("lock_key",)
 
-    def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        return LockList
+    def get_changelist_instance(self, request: HttpRequest) -> ChangeList:
+        """A page of the list. Rows that nobody holds also say whether they have shares, and whether they are pinned."""
+        page = super().get_changelist_instance(request)
+        rows: list[Lock] = list(page.result_list)
+        free = [row for row in rows if state_of(row) == "free"]
+        wanted = [row.lock_key for row in free if vars(row)["waiting"] > 0 or row.freed_fence == row.fence]
+        pins = pins_of([*wanted, *(row.lock_key for row in rows if state_of(row) == "expired")])
+        shared = _shared([row.lock_key for row in free if row.kind])
+        for row in rows:
+            vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
+        page.result_list = rows
+        return page
 
     def get_fields(self, request: HttpRequest, obj: Lock | None = None) -> Any:
         """The fields for the state of the key; the transaction that pins it only if there is one."""
@@ -310,7 +280,7 @@ class LockAdmin(Inspector):
             elif not obj.owner:
                 has_shares = obj.kind == KeyKind.SEMAPHORE or state_of(obj) == "shared"
                 fields = self.fields_of_shared if has_shares else self.fields_of_nobodys
-        pinned = obj is not None and pinned_of(obj)
+        pinned = obj is not None and vars(obj).get("pinned")
         return [each for each in fields if pinned or each != "pinned_by"]
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
@@ -324,43 +294,44 @@ class LockAdmin(Inspector):
     has_change_permission = has_delete_permission = has_add_permission
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        context = {"may_reap": self.may(request, "reap"), "quarantine": _quarantine()}
+        context: dict[str, Any] = {"may_reap": self.may(request, "reap")}
+        database = store_for(default_alias()).database
+        with contextlib.suppress(LockError):
+            until = database.now() + database.timing.single_try
+            context["quarantine"] = drive(epoch.read(database, until, begins=False))
         return super().changelist_view(request, {**(extra_context or {}), **context})
 
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **options: Any
     ) -> HttpResponse:
-        key, store = unquote(object_id), store_for(default_alias())
-        row = self.get_object(request, key) if self.has_view_permission(request) else None
-        context: dict[str, Any] = {}
-        if row is not None:
-            events = self.history(request, administration.events(store, key))
-            waiters = drive(administration.waiters(store, key, QUEUED))
-            shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
-            context = {
-                "events": told(events),
-                "timeline": timeline(events, _holding(row)),
-                "is_held": bool(row.owner) and state_of(row) != "free",
-                "may_revoke": self.may(request, "revoke"),
-                "may_force_release": self.may(request, "force_release"),
-                "waiters": [shown(each) for each in waiters],
-                "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
-                "shares": [shown(each.info) for each in shares],
-                "is_next": state_of(row) == "waiting",
-            }
-        return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
+        """The details of a key, and beside them who waits for it, who has shares, and what happened."""
+        row: Lock = options["obj"]
+        store, key = store_for(default_alias()), row.lock_key
+        events = self.history(request, administration.events(store, key))
+        waiters = drive(administration.waiters(store, key, QUEUED))
+        shares = drive(administration.survey(store, key, QUEUED, prefix=key + SHARE))
+        context |= {
+            "events": told(events),
+            "timeline": timeline(events, _holding(row)),
+            "is_held": bool(row.owner),
+            "may_revoke": self.may(request, "revoke"),
+            "may_force_release": self.may(request, "force_release"),
+            "waiters": [shown(each) for each in waiters],
+            "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
+            "shares": [shown(each.info) for each in shares],
+            "is_next": state_of(row) == "waiting",
+        }
+        return super().render_change_form(request, context, *args, **options)
 
     shown_key, shown_label = _shown("lock_key"), _shown("label")
     shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
     shown_celery_task_id, shown_pid, shown_fence = _shown("celery_task_id"), _shown("pid"), _shown("fence")
 
-    pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := pinned_of(row)) else "–")
-    holder = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else named(_identity(row)), "host")
+    pinned_by = _column(_("pinned by"), lambda row: pins_shown(found) if (found := vars(row).get("pinned")) else "–")
     held_by = _column(_("holder"), lambda row: "–" if state_of(row) in _NOBODYS else _labelled(row), "host")
-    """The holder with its label, for the list."""
     last_held_by = _column(_("last held by"), _labelled)
     next_to_enter = _column(_("next to enter"), _labelled)
-    waiting_for = _column(_("waiting for"), lambda row: span(_ago(row, row.acquired_at)))
+    waiting_for = _column(_("waiting for"), lambda row: span(vars(row)["age"]))
     entries = _column(_("entries"), lambda row: str(row.count or "–"), "count")
     life = _column(_("time to live"), lambda row: span(row.ttl), "ttl")
     acquired = _column(_("acquired at"), lambda row: moment(row.acquired_at), "acquired_at")
@@ -375,31 +346,31 @@ class LockAdmin(Inspector):
     @admin.display(description=_("state"), ordering=TROUBLE_FIRST)
     def state(self, row: Lock) -> SafeString:
         name = state_of(row)
-        return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, STATES[name][0])
+        return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, said(name))
 
     @admin.display(description=pgettext_lazy("lock", "released"))
     def released(self, row: Lock) -> str:
-        ago = _ago(row, row.expires_at)
-        if ago < 0:
-            return gettext("kept closed for another %s (min_hold)") % span(-ago)
-        return gettext("%s ago") % span(ago)
+        left: float = vars(row)["left"]
+        if left > 0:
+            return gettext("kept closed for another %s (min_hold)") % span(left)
+        return gettext("%s ago") % span(-left)
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
+        age, left = vars(row)["age"], vars(row)["left"]
         if state_of(row) == "detached":
-            return gettext("detached %s ago") % span(row.ttl + _ago(row, row.expires_at))
-        held = min(_clock(row), row.expires_at) - row.acquired_at
-        return "–" if state_of(row) in _NOBODYS else span(held.total_seconds())
+            return gettext("detached %s ago") % span(row.ttl - left)
+        return "–" if state_of(row) in _NOBODYS else span(age + min(left, 0.0))
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
-        left, state = -_ago(row, row.expires_at), state_of(row)
+        left, state = vars(row)["left"], state_of(row)
         if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
         if state in _NOBODYS - {"closed"}:
             return "–"
         most, words = max(row.ttl, left), span(left)
-        whole = (row.expires_at - row.acquired_at).total_seconds()
+        whole = vars(row)["age"] + left
         if state in {"held", "at_risk"} and whole < row.ttl * 0.99:  # that of a place in the queue, until it is renewed
             most, words = whole, gettext("%(left)s of %(whole)s (handed over)") % {"left": words, "whole": span(whole)}
         return format_html(
@@ -417,19 +388,9 @@ _COLUMNS = {
 _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt", "gte", "lt", "lte"}
 
 
-def _quarantine() -> Quarantine | None:
-    """That of the locks' database, while keys are closed."""
-    database = store_for(default_alias()).database
-    with contextlib.suppress(LockError):
-        found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False))
-        return found if found is not None and found.opens_in > 0 else None
-    return None
-
-
 def _holding(row: Lock) -> EventInfo | None:
     """Who holds the key, for the timeline; None if nobody does."""
     if not row.owner or state_of(row) == "waiting":
         return None
-    over = max(_ago(row, row.expires_at), 0.0)
-    held = _ago(row, row.acquired_at) - over
-    return EventInfo(row.lock_key, "held", row.fence, over, held, "", row.label, _identity(row))
+    over = max(-vars(row)["left"], 0.0)
+    return EventInfo(row.lock_key, "held", row.fence, over, vars(row)["age"] - over, "", row.label, _identity(row))

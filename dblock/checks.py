@@ -45,7 +45,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.recorder import MigrationRecorder
-from django.db.models import Model
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
@@ -233,9 +232,7 @@ def _is_reaped() -> bool:
     task = "dblock.reap_expired"
     if any(entry.get("task") == task for entry in schedule.values()):
         return True
-    if not apps.is_installed("django_celery_beat"):
-        return False
-    with contextlib.suppress(DatabaseError):
+    with contextlib.suppress(DatabaseError, LookupError):  # it is not installed, or its tables are missing
         model: Any = apps.get_app_config("django_celery_beat").get_model("PeriodicTask")
         return bool(model.objects.filter(task=task, enabled=True).exists())
     return False
@@ -287,7 +284,9 @@ def check_tables(app_configs: Any = None, databases: Collection[str] | None = No
             text = f"Database {connection.alias!r} has no table `{table}`, and DATABASE_ROUTERS let migrate make none."
             yield _told("E008", text)
     table = Lock._meta.db_table
-    if fine and table in there and _would_make_anew(Lock, connection):
+    migrates = "dblock" not in settings.MIGRATION_MODULES and router.allow_migrate_model(connection.alias, Lock)
+    known = ("dblock", "0001_initial") in MigrationRecorder(connection).applied_migrations()
+    if fine and table in there and migrates and not known:
         yield _told(
             "W010",
             f"The table `{table}` in database {connection.alias!r} was made by another program than migrate, which "
@@ -304,11 +303,3 @@ def _is_ours(table: str, connection: BaseDatabaseWrapper) -> bool:
     except DatabaseError:  # it is not ours to read, whatever it is
         return False
     return {"lock_key", "owner", "expires_at"} <= columns
-
-
-def _would_make_anew(model: type[Model], connection: BaseDatabaseWrapper) -> bool:
-    """Whether migrate would create the table although it exists."""
-    label = model._meta.app_label
-    if label in settings.MIGRATION_MODULES or not router.allow_migrate_model(connection.alias, model):
-        return False
-    return (label, "0001_initial") not in MigrationRecorder(connection).applied_migrations()

@@ -15,7 +15,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -35,16 +35,8 @@ OF_ALL: Final = 500
 """Most events of all keys in one write."""
 OMITTED: Final = "omitted"
 """The kind of a row that gives the number of events of its key that its process left out before it."""
-_SECONDS: Final = {
-    Kind.ACQUIRED: "wait",
-    Kind.GAVE_UP: "wait",
-    Kind.RELEASED: "held",
-    Kind.LOST: "held",
-    Kind.AT_RISK: "lateness",
-    Kind.FORCED: "",
-    Kind.REAPED: "",
-}
-"""The kinds that are written, and the content of the column `seconds`."""
+_WRITTEN: Final = frozenset(Kind) - {Kind.CONTENDED, Kind.RENEWED}
+"""The kinds that are written."""
 
 
 class History:
@@ -58,8 +50,9 @@ class History:
         """Number of events of each key, including omitted ones."""
         self._loop: Any = None
         """The event loop on which locks were taken last, if any."""
-        self._begun: tuple[ref[Steps[None]], Any] | None = None
-        """The last steps, and their event loop."""
+        self._begun: Callable[[], Steps[None] | None] = lambda: None
+        self._begun_on: Any = None
+        """The last steps, by a reference, and their event loop."""
         self._failing = False
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
@@ -86,11 +79,9 @@ class History:
         rows = self._rows
         if self._under_way or not rows or store.database.now() < rows[0][0] + ripe:
             return None
-        steps, loop = self._write(store), self._loop
-        if loop is not None and not loop.is_running():
-            loop = None
-        self._begun = ref(steps), loop
-        return steps, loop
+        steps = self._write(store)
+        self._begun, self._begun_on = ref(steps), self._loop if self._loop and self._loop.is_running() else None
+        return steps, self._begun_on
 
     def _write(self, store: Store) -> Steps[None]:
         where = store.location
@@ -127,10 +118,7 @@ class History:
     @property
     def _under_way(self) -> bool:
         """Whether a write is under way, or about to begin."""
-        if self._begun is None:
-            return False
-        steps, loop = self._begun
-        return going_on(steps) and (loop is None or loop.is_running())
+        return going_on(self._begun) and (self._begun_on is None or self._begun_on.is_running())
 
     @property
     def pending(self) -> bool:
@@ -140,13 +128,12 @@ class History:
 
 def _row(event: Event, who: Mapping[str, Any]) -> dict[str, Any]:
     kind = event.kind
-    seconds = getattr(event, _SECONDS[kind]) if _SECONDS[kind] else 0.0
     detail = f"{event.amount}, {event.places}" if kind is Kind.REAPED else event.reason or event.how
     return {
         "lock_key": event.key,
         "kind": kind,
         "fence": event.fence,
-        "seconds": seconds,
+        "seconds": event.wait or event.held or event.lateness,  # of which a kind has one, or none
         "detail": storable(detail),
         "label": event.label,
         "celery_task_id": celery_task_id(),
@@ -175,7 +162,7 @@ class Histories(WeakKeyDictionary[Store, History]):
 
 
 def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
-    if not store.history or event.kind not in _SECONDS:
+    if not store.history or event.kind not in _WRITTEN:
         return
     watchdog = runtime.current.watchdog
     histories = watchdog.histories

@@ -135,7 +135,7 @@ class Inspector(_ModelAdmin):
             return self._get_obj_does_not_exist_redirect(request, self.opts, printable(key))  # type: ignore[attr-defined,no-any-return]
         back = self._address("change", quote(key))
         but = ""
-        if ending is FORCE_RELEASE and pinned_of(row):
+        if ending is FORCE_RELEASE and vars(row).get("pinned"):
             but = _("A transaction pins this key: nobody can take it before that ends, whatever becomes of the lock.")
         if not row.owner and request.method != "POST":
             messages.warning(request, _("Nobody holds “%(key)s”.") % {"key": printable(key)})
@@ -151,7 +151,7 @@ class Inspector(_ModelAdmin):
                 self.log_change(request, row, ending.log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
         waits = state_of(row) == "waiting"
-        fields = ("next_to_enter", "waiting_for") if waits else ("holder", "shown_label", "held_for")
+        fields = ("next_to_enter", "waiting_for") if waits else ("held_by", "held_for")
         names = ("shown_key", "state", *(["pinned_by"] if but else []), *fields, "shown_fence")
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
         told = {"object": row, "form": form, "back": back, "but": but, "facts": facts, "waits": waits}
@@ -173,8 +173,7 @@ class Inspector(_ModelAdmin):
 
     def _shown(self, row: Lock, name: str) -> Any:
         """A column's value, as the list has it."""
-        column = getattr(self, name, None)
-        return column(row) if callable(column) else getattr(row, name)
+        return getattr(self, name)(row)
 
     # -- all others
 
@@ -239,18 +238,12 @@ def pins_of(keys: Collection[str]) -> dict[str, Pinned]:
         return {}
 
 
-def pinned_of(row: Lock) -> Pinned | None:
-    """Who pins a row that was asked for; None if nobody does."""
-    found: Pinned | None = vars(row).get("pinned")
-    return found
-
-
 def state_of(row: Lock) -> str:
     """The state of a row that was asked for, one of `dblock.admin.STATES`."""
     read: str = vars(row)["read"]
     if read == "free" and vars(row).get("shared"):
         return "shared"
-    return "pinned" if read in {"free", "expired"} and pinned_of(row) else read
+    return "pinned" if read in {"free", "expired"} and vars(row).get("pinned") else read
 
 
 def pins_shown(pinned: Pinned) -> SafeString:

@@ -23,12 +23,8 @@ from dblock.core.protocol.sending import Database, ask
 from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.operating.statements import pins as statements
 
-
-def gettext_noop(text: str) -> str:
-    """Mark a text that the admin shows in the language of its user."""
-    return text
-
-
+gettext_noop: Final = str
+"""Marks a text that the admin shows in the language of its user."""
 AGES: Final = gettext_noop("Members of pg_monitor are shown since when, and what it does.")
 PROCESS: Final = gettext_noop(
     "Which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
@@ -64,9 +60,7 @@ def _on_postgresql(database: Database, keys: list[str], until: float, _: float) 
     found: dict[str, Pinned] = {}
     rows = yield from ask(database, statements.postgresql_pinning(), {"keys": json.dumps(keys)}, until)
     for key, process, prepared, *facts in rows:
-        end = f"SELECT pg_terminate_backend({process})"
-        if prepared:
-            end = f"ROLLBACK PREPARED {_literal(prepared)}"
+        end = f"ROLLBACK PREPARED {_literal(prepared)}" if prepared else f"SELECT pg_terminate_backend({process})"
         pin = _pin(prepared or str(process), end, facts)
         known = found.get(key, Pinned(()))
         found[key] = Pinned((*known.pins, pin), AGES if pin.age is None else known.hidden)

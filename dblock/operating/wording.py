@@ -25,6 +25,12 @@ _UNITS: Final[dict[str, Any]] = {
     "d": pgettext_lazy("time", "d"),
 }
 _WORDS: Final[dict[str, Any]] = {
+    "held": pgettext_lazy("lock", "held"),
+    "waiting": pgettext_lazy("lock", "waiting"),
+    "pinned": pgettext_lazy("lock", "pinned"),
+    "closed": pgettext_lazy("lock", "closed"),
+    "shared": pgettext_lazy("lock", "shared"),
+    "free": pgettext_lazy("lock", "free"),
     "acquired": pgettext_lazy("lock", "acquired"),
     "at risk": pgettext_lazy("lock", "at risk"),
     "forced": pgettext_lazy("lock", "forced"),
@@ -49,7 +55,7 @@ _WORDS: Final[dict[str, Any]] = {
     "gave up": pgettext_lazy("lock", "gave up"),
     "lost": pgettext_lazy("lock", "lost"),
 }
-"""Of `Kind`, `How` and `Reason`, and why an attempt was given up."""
+"""Of `Kind`, `How` and `Reason`, why an attempt was given up, and the states of a key."""
 
 
 def span(seconds: float) -> str:
@@ -81,5 +87,5 @@ def pin_told(pin: Pin) -> str:
 
 
 def said(word: str) -> str:
-    """What happened, how, or why."""
+    """What happened, how, or why; or the state of a key."""
     return str(_WORDS.get(word.replace("_", " "), printable(word)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Namespace
 from typing import Any
 
 from django.apps import apps
@@ -45,8 +45,13 @@ class Command(BaseCommand):
         )
         reaper.add_argument("--every", type=whole_number, default=600, metavar="SECONDS", help="600 by default")
         reaper.add_argument("--using", action="append", metavar="ALIAS", help="reap there; may be given several times")
+        # Django's own options, which stand behind the command as a rule; their defaults are said before it.
         for each in commands.choices.values():
-            _also_here(each)
+            for name in ("--settings", "--pythonpath"):  # which Django has read by now
+                each.add_argument(name, default=SUPPRESS, help=SUPPRESS)
+            for name in ("--traceback", "--no-color", "--force-color"):
+                each.add_argument(name, action="store_true", default=SUPPRESS, help=SUPPRESS)
+            each.add_argument("-v", "--verbosity", type=int, choices=range(4), default=SUPPRESS, help=SUPPRESS)
 
     def handle(self, *_: Any, **options: Any) -> None:
         """Run it; any exit status but 0 is raised."""
@@ -70,15 +75,6 @@ class Command(BaseCommand):
             raise CommandError(printable(str(error)), returncode=2) from error
         if status:
             sys.exit(status)
-
-
-def _also_here(command: ArgumentParser) -> None:
-    """Django's own options, which stand behind the command as a rule; their defaults are said before it."""
-    for name in ("--settings", "--pythonpath"):  # which Django has read by now
-        command.add_argument(name, default=SUPPRESS, help=SUPPRESS)
-    for name in ("--traceback", "--no-color", "--force-color"):
-        command.add_argument(name, action="store_true", default=SUPPRESS, help=SUPPRESS)
-    command.add_argument("-v", "--verbosity", type=int, choices=range(4), default=SUPPRESS, help=SUPPRESS)
 
 
 def context(alias: str) -> Context:

@@ -170,14 +170,12 @@ HEADER = ("KEY", "STATE", "HELD FOR", "LEFT", "WAITERS", "HOLDER", "LABEL")
 def lock_row(row: Surveyed) -> tuple[str, ...]:
     """A line of `HEADER`'s table."""
     info = row.info
-    waiting = str(row.waiters + info.waits or "-")  # the next to enter waits too
-    if row.state in {"free", "shared", "waiting"}:
-        return (info.key, row.state, "-", "-", waiting, "-", "-")
-    if info.state == "free":
-        return (info.key, row.state, "-", f"released {span(-info.remaining)} ago", waiting, "-", "-")
-    left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
-    if row.state == "closed":
-        return (info.key, row.state, "-", left, waiting, "-", "-")
+    held_for, left, waiting = "-", "-", str(row.waiters + info.waits or "-")  # the next to enter waits too
+    if row.state not in {"free", "shared", "waiting"}:
+        over = "released" if info.state == "free" else "ended"
+        left = span(info.remaining) if info.state == "held" else f"{over} {span(-info.remaining)} ago"
+    if not info.owner or info.waits:
+        return (info.key, row.state, held_for, left, waiting, "-", "-")
     held_for = span(info.age + min(info.remaining, 0.0))
     held_for = held_for if info.detached is None else f"detached {span(info.detached)} ago"
     return (info.key, row.state, held_for, left, waiting, str(info.identity), info.label or "-")

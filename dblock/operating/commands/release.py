@@ -9,7 +9,6 @@ import socket
 from argparse import Namespace
 from typing import Final
 
-from dblock.core.pinned import Pinned
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import drive
 from dblock.core.text import printable
@@ -34,32 +33,29 @@ DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 def release(context: Context, options: Namespace) -> int:
     """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
     key = context.row_key(options.key)
-    info = context.inspect(key)
+    info, shown = context.inspect(key), repr(printable(key))
     pinned = None if options.ask else context.pinned(key)
+    if pinned:
+        pins = "; ".join(pinned.told(span))
+        complain(f"{shown} is pinned, and nobody can take it before that transaction ends: {pins}")
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
-        complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
+        complain(f"{shown} is not held" + (f" under fence {options.fence}" if options.fence else ""))
         share = next((each for each in context.survey(key + SHARE) if each.info.state == "held"), None)
         if share is not None:
             example = shlex.quote(printable(share.info.key))
             complain(f"its readers hold it, or permits are in use: free each by its own name, such as {example}")
-        if pinned:
-            complain(_kept(key, pinned))
         return NOT_HELD
-    question = f"Ask it to release {printable(key)!r}?"
-    if not options.ask:
-        question = "\n".join([_warning(info), *([_kept(key, pinned)] if pinned else ()), f"Free {printable(key)!r}?"])
-    if not (options.yes or agreed(f"{printable(key)!r} {whose(info)} (fence {info.fence}).\n{question}")):
+    question = f"Ask it to release {shown}?" if options.ask else f"{_warning(info)}\nFree {shown}?"
+    if not (options.yes or agreed(f"{shown} {whose(info)} (fence {info.fence}).\n{question}")):
         return NOT_AGREED
-    if options.yes and pinned and not options.json:
-        complain(_kept(key, pinned))
     end = administration.revoke if options.ask else administration.force_release
     done = drive(end(context.store, key, info.fence, _words(options.reason)))
     if options.json:
         say_json({**lock_json(Surveyed(info, 0, pinned)), "done": done})
     elif done:
-        say(f"{printable(key)!r} (fence {info.fence}) " + (_ASKED % span(info.ttl / 3) if options.ask else "was freed"))
+        say(f"{shown} (fence {info.fence}) " + (_ASKED % span(info.ttl / 3) if options.ask else "was freed"))
     else:
-        complain(f"{printable(key)!r} (fence {info.fence}) was over before; its present holder was left alone")
+        complain(f"{shown} (fence {info.fence}) was over before; its present holder was left alone")
     return DONE if done else NOT_HELD
 
 
@@ -129,11 +125,6 @@ def _warning(info: LockInfo) -> str:
         "if its lock is not renewed, when it next asks. "
         "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
     )
-
-
-def _kept(key: str, pinned: Pinned) -> str:
-    pins = "; ".join(pinned.told(span))
-    return f"{printable(key)!r} is pinned, and nobody can take it before that transaction ends: {pins}"
 
 
 def _words(reason: str | None) -> str:

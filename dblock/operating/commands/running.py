@@ -54,19 +54,7 @@ def run(context: Context, options: Namespace) -> int:
     if options.create_tables:
         context.ensure_tables()
     timeout = 0 if options.nb else options.timeout
-    lock = SyncLocks(
-        _members(
-            context,
-            options,
-            timeout=timeout,
-            grace=options.kill_after,
-            release="now",
-            label=storable(options.argv[0]) if options.label is None else options.label,
-            ttl=options.ttl,
-            min_hold=options.min_hold or 0,
-        ),
-        timeout,
-    )
+    lock = SyncLocks(_members(context, options, timeout), timeout)
 
     def end(number: int, _: FrameType | None) -> None:  # gives back what is held, or waited for, as Ctrl-C does
         raise SystemExit(128 + number)
@@ -85,8 +73,11 @@ def run(context: Context, options: Namespace) -> int:
     return int(options.conflict_exit_code)
 
 
-def _members(context: Context, options: Namespace, **given: Any) -> list[SyncLock]:
+def _members(context: Context, options: Namespace, timeout: float | None) -> list[SyncLock]:
     """The locks of the keys, of the kind that was asked for."""
+    given: dict[str, Any] = {"timeout": timeout, "ttl": options.ttl, "min_hold": options.min_hold or 0}
+    given |= {"grace": options.kill_after, "release": "now"}
+    given["label"] = storable(options.argv[0]) if options.label is None else options.label
     if options.permits:
         return [made(context.bind, "db_semaphore", key, options.permits, **given).permit() for key in options.keys]
     if options.shared or options.write:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -48,8 +49,11 @@ class Rates:
 def top(context: Context, options: Namespace) -> int:
     """Show them until Ctrl-C or `--count`; 0."""
     rates = Rates()
+    samples = _samples(context, options, rates)
     if options.json:
-        return _loop(context, options, rates, lambda rows: say(as_json(_snapshot(rows, rates))))
+        for rows in samples:
+            say(as_json(_snapshot(rows, rates)))
+        return 0
     try:
         from rich.console import Console  # noqa: PLC0415 - of the extra `cli`
         from rich.live import Live  # noqa: PLC0415
@@ -58,32 +62,27 @@ def top(context: Context, options: Namespace) -> int:
         return 1
     if not sys.stdout.isatty():
         paper = Console(width=PAPER)
-
-        def write(rows: list[Surveyed]) -> None:
+        for rows in samples:
             with paper.capture() as written:  # it would end the process itself where nobody reads on
                 paper.print(_view(context, rows, rates, len(rows) + 4, PAPER))
             say("\n".join(line.rstrip() for line in written.get().splitlines()))
-
-        return _loop(context, options, rates, write)
+        return 0
     screen = Console()
     with Live(console=screen, screen=True, auto_refresh=False) as live:
-
-        def draw(rows: list[Surveyed]) -> None:
+        for rows in samples:
             live.update(_view(context, rows, rates, screen.height, screen.width), refresh=True)
+    return 0
 
-        return _loop(context, options, rates, draw)
 
-
-def _loop(context: Context, options: Namespace, rates: Rates, show: Callable[[list[Surveyed]], object]) -> int:
-    left: float = options.count or float("inf")
-    while True:
+def _samples(context: Context, options: Namespace, rates: Rates) -> Iterator[list[Surveyed]]:
+    """The keys that are held, those that most wait for first; `--count` times, with a pause between two."""
+    for number in itertools.count(1):
         began = time.monotonic()
         rows = sorted(context.survey(), key=lambda row: (-row.waiters, -row.info.age))
         rates.sample(rows)
-        show(rows)
-        left -= 1
-        if left <= 0:
-            return 0
+        yield rows
+        if number == options.count:
+            return
         took = time.monotonic() - began
         time.sleep(max(options.interval - took, BREATH * took, 0.05))
 
