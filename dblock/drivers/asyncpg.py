@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from dblock.core.protocol.steps import Parameters, Rows
-from dblock.core.statements.base import Reply, Statement, in_order, rendered
+from dblock.core.statements.base import Reply, Statement, rendered
 
 
 class Prepared:
@@ -37,7 +37,7 @@ class Prepared:
                 prepared._state.mark_unprepared()  # as asyncpg does itself without a statement cache
             known = self._known[statement.sql] = prepared, order
         prepared, order = known
-        rows: Rows = await prepared.fetch(*in_order(parameters, order))
+        rows: Rows = await prepared.fetch(*map(parameters.__getitem__, order))
         if statement.reply is Reply.COUNT:
             changed = prepared.get_statusmsg().rpartition(" ")[2]
             return [()] * (int(changed) if changed.isdigit() else 0)  # CREATE TABLE says no number

@@ -9,7 +9,7 @@ resolved before values are bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from functools import lru_cache
@@ -183,13 +183,6 @@ def on_server(statement: Statement, *, mariadb: bool, certified: bool = False) -
     return replace(statement, sql=sql.replace(NAMES_OF_SERVERS[mariadb], CLUSTER) if certified else sql)
 
 
-class Values(dict[str, Any]):
-    """A statement's parameters; a `repr` in a log does not show them, as owner tokens are among them."""
-
-    def __repr__(self) -> str:
-        return f"<values of {', '.join(self)}>"
-
-
 class Masked(str):
     """A text whose `repr` does not show it, as error reports call `repr` on the locals of frames.
 
@@ -208,11 +201,6 @@ def without_secrets(statement: Statement, rows: Sequence[Sequence[Any]]) -> Sequ
         tuple([Masked(value) if type(value) is str and n in statement.owners else value for n, value in enumerate(row)])
         for row in rows
     ]
-
-
-def in_order(parameters: Mapping[str, Any], order: Iterable[str]) -> tuple[Any, ...]:
-    """The values for a style without names."""
-    return tuple([Masked(value) if type(value) is str else value for value in map(parameters.__getitem__, order)])
 
 
 @lru_cache(maxsize=256)
@@ -238,8 +226,7 @@ def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
 def perform(cursor: Any, statement: Statement, parameters: Mapping[str, Any], paramstyle: str) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)
-    values = Values(parameters) if order is None else in_order(parameters, order)
-    cursor.execute(text, values)
+    cursor.execute(text, parameters if order is None else tuple(map(parameters.__getitem__, order)))
     if statement.reply is Reply.ROWS:
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:
