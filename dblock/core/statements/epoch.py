@@ -87,37 +87,33 @@ FROM lock_epoch WHERE id = 1
     floor = - abs(floor)
 WHERE id = 1 AND {words.wrote("lock_epoch")} {words.durable}
 """
+    floor = f"{words.micros} + {int(MARGIN * 1_000_000)}"
     # Safe: an administrator's word. If it arrives late or twice keys are closed for longer. Durable, as `begin`.
-    seconds = words.number(":seconds")
     close = f"""
 {words.at_once}UPDATE lock_epoch SET
     server = {words.server},
     history = {words.history},
     since = {words.now},
-    opens_at = {words.after(f"{words.greatest}({seconds}, {MARGIN})")},
-    floor = {_floor(words)}
+    opens_at = {words.after(f"{words.greatest}({words.number(':seconds')}, {MARGIN})")},
+    floor = {floor}
 WHERE id = 1 {words.durable}
 """
     return Epochs(
         Statement("first_epoch", first, Reply.COUNT),
         Statement("epoch_status", status, Reply.ROWS),
-        Statement("begin_epoch", _begin(words), Reply.COUNT),
+        Statement("begin_epoch", _begin(words, floor), Reply.COUNT),
         Statement("end_quarantine", end, Reply.COUNT),
         Statement("begin_quarantine", close, Reply.COUNT),
     )
 
 
-def _floor(words: Vocabulary) -> str:
-    return f"{words.micros} + {int(MARGIN * 1_000_000)}"
-
-
-def _begin(words: Vocabulary) -> str:
+def _begin(words: Vocabulary, floor: str) -> str:
     """Safe: of two that find another server's row one writes it, and the other finds it written.
 
     If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it. Where there is no row
     nobody has used the tables, or somebody has emptied them, tenures and all: keys are open.
     """
-    floor, seconds = _floor(words), words.number(":seconds")
+    seconds = words.number(":seconds")
     if words.undumped:
         undumped = "lock_epoch.history = VALUES(history)"
         cluster = f"VALUES(server) = {CLUSTER} AND {undumped}"
