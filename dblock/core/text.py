@@ -19,7 +19,7 @@ _SHARE: Final = re.compile("\x1f([rp]) ([0-9a-f]+)")
 """The end of the key of a share (`dblock.core.share_keys`)."""
 
 
-def printable(text: str, escaped: Callable[[str], str] | None = None) -> str:
+def printable(text: str, escaped: Callable[[str], str] = lambda each: each.encode("unicode_escape").decode()) -> str:
     r"""`text` with all characters escaped that steer a terminal, begin a new line, reorder other text or are invisible.
 
     Those are controls (C0 and C1), formats (bidi controls among them), line separators and lone surrogates. They are
@@ -29,11 +29,7 @@ def printable(text: str, escaped: Callable[[str], str] | None = None) -> str:
         return text
     text = _SHARE.sub(lambda share: f" ({'permit' if share[1] == 'p' else 'reader'} {share[2].lstrip('0') or 0})", text)
     kept = {match.start() for match in _JOINERS.finditer(text)}
-    return "".join(each if n in kept or _is_shown(each) else (escaped or _escaped)(each) for n, each in enumerate(text))
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(each if n in kept or _is_shown(each) else escaped(each) for n, each in enumerate(text))
 
 
 def _is_shown(character: str) -> bool:

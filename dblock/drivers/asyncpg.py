@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Reply, in_order, rendered
+from dblock.core.protocol.steps import Parameters, Rows
+from dblock.core.statements.base import Reply, Statement, rendered
 
 
 class Prepared:
@@ -26,27 +26,19 @@ class Prepared:
         self._known: dict[str, tuple[Any, tuple[str, ...]]] = {}
         """Prepared statements and their parameters."""
 
-    async def execute(self, step: Execute) -> Rows:
+    async def execute(self, statement: Statement, parameters: Parameters) -> Rows:
         """Run one statement."""
-        _, statement, parameters, *_ = step
         known = self._known.get(statement.sql)
         if known is None:
             text, order = rendered(statement.sql, "numeric_dollar")
             assert order is not None  # noqa: S101 - the style has no names
-            known = self._known[statement.sql] = await self._prepare(text), order
+            prepared = await self._connection.prepare(text, name=None if self._named else "")
+            if not self._named:
+                prepared._state.mark_unprepared()  # as asyncpg does itself without a statement cache
+            known = self._known[statement.sql] = prepared, order
         prepared, order = known
-        rows: Rows = await prepared.fetch(*in_order(parameters, order))
+        rows: Rows = await prepared.fetch(*map(parameters.__getitem__, order))
         if statement.reply is Reply.COUNT:
             changed = prepared.get_statusmsg().rpartition(" ")[2]
             return [()] * (int(changed) if changed.isdigit() else 0)  # CREATE TABLE says no number
         return rows
-
-    async def ask(self, sql: str) -> Any:
-        """The only value that a query returns."""
-        return await (await self._prepare(sql)).fetchval()
-
-    async def _prepare(self, text: str) -> Any:
-        prepared = await self._connection.prepare(text, name=None if self._named else "")
-        if not self._named:
-            prepared._state.mark_unprepared()  # as asyncpg does itself without a statement cache
-        return prepared

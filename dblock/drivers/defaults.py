@@ -26,9 +26,8 @@ def restore(vendor: str, driver: Any, wait: Callable[[Any], object] = lambda ans
         _sqlite(driver, wait)
     elif vendor == "postgresql":
         _postgresql(driver, wait)
-    elif _package(driver):
-        _mysql(driver)
-        _charset(driver)
+    elif package := _package(driver):
+        _mysql(driver, package)
 
 
 def _postgresql(driver: Any, wait: Callable[[Any], object]) -> None:
@@ -60,13 +59,14 @@ def _sqlite(driver: Any, wait: Callable[[Any], object]) -> None:
         commit_each_statement()
 
 
-def _mysql(driver: Any) -> None:
-    package = _package(driver)
+def _mysql(driver: Any, package: str) -> None:
+    """With the character set that the session's set-up gives the server: the driver encodes and decodes in it."""
     conversions = import_module(f"{_PACKAGES[package]}.converters").conversions
     encoders = {kind: how for kind, how in conversions.items() if type(kind) is not int}
     decoders = {kind: how for kind, how in conversions.items() if type(kind) is int}
     if package == "asyncmy":  # SQLAlchemy chooses its cursors
         driver._encoders, driver._decoders, driver._use_unicode = encoders, decoders, True
+        driver._charset, driver._encoding = CHARSET, "utf8"
         return
     driver.encoders, driver.cursorclass = encoders, import_module(f"{package}.cursors").Cursor
     if package == "MySQLdb":
@@ -74,10 +74,15 @@ def _mysql(driver: Any) -> None:
         kinds = ("STRING", "VAR_STRING", "VARCHAR", "TINY_BLOB", "MEDIUM_BLOB", "LONG_BLOB", "BLOB")
         texts = dict.fromkeys((getattr(types, kind) for kind in kinds), ((flags.BINARY, bytes), (None, str)))
         driver.converter = {**decoders, **texts, types.JSON: str}
+        if driver.character_set_name() != CHARSET:
+            driver.set_character_set(CHARSET)  # on the server too
+        return
+    driver.decoders, driver.use_unicode = decoders, True
+    if package == "aiomysql":
+        driver._charset, driver._encoding = CHARSET, "utf8"
     else:
-        driver.decoders, driver.use_unicode = decoders, True
-    if package == "pymysql":  # they bound the opening; a statement has a deadline of its own
-        driver._read_timeout = driver._write_timeout = None
+        driver.charset, driver.encoding = CHARSET, "utf8"
+        driver._read_timeout = driver._write_timeout = None  # they bound the opening; a statement has its own deadline
 
 
 _PACKAGES = {"pymysql": "pymysql", "aiomysql": "pymysql", "asyncmy": "asyncmy", "MySQLdb": "MySQLdb"}
@@ -88,13 +93,3 @@ def _package(driver: Any) -> str:
     """The driver's package, also if the application has a connection class of its own."""
     packages = [each.__module__.partition(".")[0] for each in driver.__class__.__mro__]
     return next((package for package in packages if package in _PACKAGES), "")
-
-
-def _charset(driver: Any) -> None:
-    """Let the driver encode and decode in the character set that the session's set-up gives the server."""
-    if hasattr(driver, "_encoding"):  # aiomysql, asyncmy
-        driver._charset, driver._encoding = CHARSET, "utf8"
-    elif hasattr(driver, "charset"):  # PyMySQL
-        driver.charset, driver.encoding = CHARSET, "utf8"
-    elif driver.character_set_name() != CHARSET:  # mysqlclient, which also sets it on the server
-        driver.set_character_set(CHARSET)

@@ -99,8 +99,8 @@ def open_listener(
         if listener.named:
             until = store.database.now() + store.database.timing.statement_timeout
             _ = store.execute(Execute(store, call, {"channel": channel}, until))
-    except LockStoreError as error:
-        if isinstance(error, PASSING):  # that may pass
-            raise
+    except PASSING:
+        raise
+    except LockStoreError:
         return None
     return listener

@@ -10,10 +10,9 @@ Rule: values are written by `dblock.drivers.literals`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.steps import Parameters, Rows
 from dblock.core.statements.base import Masked, Reply, Statement, numbers, perform, rendered
 from dblock.drivers.literals import literal
 
@@ -32,9 +31,8 @@ class Prepared:
         self._uses: Counter[str] = Counter()
         self._room = True
 
-    def execute(self, step: Execute) -> Rows:
+    def execute(self, statement: Statement, parameters: Parameters) -> Rows:
         """Run one statement."""
-        _, statement, parameters, *_ = step
         order = None if statement.reply is Reply.ROWS else self._known.get(statement.sql) or self._prepare(statement)
         connection = self._connection
         if order is None:
@@ -68,15 +66,3 @@ class Prepared:
             raise
         self._known[statement.sql] = order
         return order
-
-
-def prepared_for(connection: Any) -> Callable[[Execute], Rows] | None:
-    """What runs statements on a PyMySQL or mysqlclient connection to MariaDB; None behind a pooler."""
-    return Prepared(connection).execute if _is_direct(connection) else None
-
-
-def _is_direct(connection: Any) -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT CONNECTION_ID()")
-        [session] = cursor.fetchone()
-    return bool(session == connection.thread_id())

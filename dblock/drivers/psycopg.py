@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import select
 from collections.abc import Generator
-from functools import cache
+from functools import lru_cache
 from typing import Any, Final
 
 from psycopg import errors, generators, postgres, pq, waiting
@@ -22,7 +22,7 @@ from psycopg.adapt import AdaptersMap, Transformer
 from psycopg.types import numeric, string
 
 from dblock.core import timing
-from dblock.core.protocol.steps import Execute, Parameters, Rows
+from dblock.core.protocol.steps import Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
 
 _ADAPTERS = AdaptersMap(types=postgres.types)
@@ -38,6 +38,7 @@ class Prepared:
     """Runs statements on one connection."""
 
     def __init__(self, connection: Any, *, prepare: bool) -> None:
+        """`prepare`: the connection leads to one session."""
         self._connection = connection
         self._prepare = prepare
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
@@ -48,13 +49,12 @@ class Prepared:
             self._readable = select.poll()
             self._readable.register(connection.pgconn.socket, select.POLLIN)
 
-    def execute(self, step: Execute) -> Rows:
+    def execute(self, statement: Statement, parameters: Parameters) -> Rows:
         """Run one statement on a Connection."""
-        _, statement, parameters, *_ = step
         known, connection = self._known.get(statement.sql), self._connection
         if known is None or self._readable is None:
             with connection.lock:
-                rows: Rows = connection.wait(self._exchange(step))
+                rows: Rows = connection.wait(self._exchange(statement, parameters))
             return rows
         pgconn, (name, order) = connection.pgconn, known
         try:
@@ -69,13 +69,16 @@ class Prepared:
                     _ = _answer(pgconn, self._readable)
             raise
 
-    async def aexecute(self, step: Execute) -> Rows:
-        """Run one statement on an AsyncConnection."""
-        rows: Rows = await _awaited(self._connection, self._exchange(step))
-        return rows
+    async def aexecute(self, statement: Statement, parameters: Parameters) -> Rows:
+        """Run one statement on an AsyncConnection.
 
-    def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
-        _, statement, parameters, *_ = step
+        Not by the connection's own `wait`, which after a cancellation waits for seconds for the server to cancel.
+        """
+        exchange, connection = self._exchange(statement, parameters), self._connection
+        async with connection.lock:
+            return await waiting.wait_async(exchange, connection.pgconn.socket, _INTERVAL)
+
+    def _exchange(self, statement: Statement, parameters: Parameters) -> Generator[Any, Any, Rows]:
         pgconn = self._connection.pgconn
         known = self._known.get(statement.sql)
         if known is None:
@@ -99,41 +102,7 @@ class Prepared:
         return self._transformer.load_rows(0, result.ntuples, tuple)
 
 
-def ask(connection: Any, sql: str) -> str | None:
-    """The only value that a query returns, on a Connection."""
-    with connection.lock:
-        value: str | None = connection.wait(_question(connection.pgconn, sql))
-    return value
-
-
-async def aask(connection: Any, sql: str) -> str | None:
-    """The same on an AsyncConnection."""
-    value: str | None = await _awaited(connection, _question(connection.pgconn, sql))
-    return value
-
-
-async def _awaited(connection: Any, exchange: Generator[Any, Any, Any]) -> Any:
-    """What an exchange on an AsyncConnection returns.
-
-    Not by the connection's own `wait`, which after a cancellation waits for seconds for the server to cancel.
-    """
-    async with connection.lock:
-        return await waiting.wait_async(exchange, connection.pgconn.socket, _INTERVAL)
-
-
-def _question(pgconn: Any, sql: str) -> Generator[Any, Any, str | None]:
-    pgconn.send_query_params(sql.encode(), [])
-    value = _checked((yield from generators.execute(pgconn))).get_value(0, 0)
-    return None if value is None else value.decode()
-
-
-def prepared_for(connection: Any, *, prepare: bool) -> Prepared | None:
-    """A runner for a psycopg connection, None if its encoding is not UTF-8; `prepare`: it leads to one session."""
-    utf8 = connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
-    return Prepared(connection, prepare=prepare) if utf8 else None
-
-
-@cache
+@lru_cache(maxsize=256)
 def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     text, order = rendered(statement.sql, "numeric_dollar")
     assert order is not None  # noqa: S101 - the style has no names

@@ -40,6 +40,8 @@ from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.connection import PooledConnection, Wire
+from dblock.core.protocol.steps import Parameters, Rows
+from dblock.core.statements.base import Reply, Statement
 from dblock.drivers import asyncpg, mariadb
 from dblock.drivers.defaults import restore
 
@@ -87,6 +89,7 @@ SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR
 
 
 Wait = Callable[[Any], Any]
+Run = Callable[[Statement, Parameters], Rows]
 
 
 def at_once(answer: Any) -> Any:
@@ -105,27 +108,31 @@ def set_up(
     if hasattr(driver, "pgconn"):
         from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
 
-        ask = psycopg.ask if wait is at_once else psycopg.aask
-        _begin(connection, vendor, driver, wait, lambda sql: wait(ask(driver, sql)))
+        def run(*, prepare: bool) -> Run:
+            prepared = psycopg.Prepared(driver, prepare=prepare)
+            return prepared.execute if wait is at_once else lambda *given: wait(prepared.aexecute(*given))
+
+        _begin(connection, vendor, driver, wait, lambda sql: run(prepare=False)(_question(sql), {}))
         # Behind a pooler too, where nothing may be prepared: a cursor may interpolate parameters.
-        if prepared := psycopg.prepared_for(driver, prepare=connection.direct and may_prepare):
-            connection.prepared = prepared.execute if wait is at_once else lambda step: wait(prepared.aexecute(step))
+        if driver.pgconn.parameter_status(b"client_encoding") == b"UTF8":
+            connection.prepared = run(prepare=connection.direct and may_prepare)
         if not connection.direct:
             driver.prepare_threshold = None  # psycopg must not prepare on its own there either
     elif hasattr(driver, "get_server_pid"):
         unnamed = asyncpg.Prepared(driver, named=False)
-        _begin(connection, vendor, driver, wait, lambda sql: wait(unnamed.ask(sql)))
+        _begin(connection, vendor, driver, wait, lambda sql: wait(unnamed.execute(_question(sql), {})))
         connection.question = lambda: wait(driver.execute("SELECT 1"))
         runner = asyncpg.Prepared(driver, named=True) if connection.direct else unnamed
-        connection.prepared = lambda step: wait(runner.execute(step))
+        connection.prepared = lambda *given: wait(runner.execute(*given))
     else:
-        _begin(connection, vendor, driver, wait, partial(_ask, connection.raw))
-        if connection.mariadb and wait is at_once:
-            connection.prepared = mariadb.prepared_for(driver)
+        ask = partial(_rows, connection.raw)
+        _begin(connection, vendor, driver, wait, ask)
+        if connection.mariadb and wait is at_once and ask("SELECT CONNECTION_ID()") == [(_process(driver),)]:
+            connection.prepared = mariadb.Prepared(driver).execute
 
 
-def _begin(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
-    """Set up the session; `ask` returns the first value of a statement's first row."""
+def _begin(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Rows]) -> None:
+    """Set up the session; `ask` returns the rows of a statement."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
         connection.wire = Wire(fileno=os.dup(connection.descriptor))
@@ -170,24 +177,24 @@ def _keep_alive(wire: socket.socket) -> None:
             wire.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
 
 
-def _set_up(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Any]) -> None:
+def _set_up(connection: PooledConnection, vendor: str, driver: Any, wait: Wait, ask: Callable[[str], Rows]) -> None:
     restore(vendor, driver, wait)
     begun = clock.now()
     if vendor == "postgresql":
-        process, name = _process(driver), name_of(connection.purpose, "")
-        connection.direct = process is not None and bool(ask(_POSTGRESQL.format(process=process, name=name)))
+        [[found]] = ask(_POSTGRESQL.format(process=_process(driver), name=name_of(connection.purpose, "")))
+        connection.direct = found is not None
         connection.round_trip = clock.now() - begun
         return
     if vendor == "sqlite":
         connection.busy_timeout = int(timing.DEFAULT.single_try * 500)  # a try must find out here too that it is busy
         _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
-        if ask("PRAGMA journal_mode") == "wal":
+        if ask("PRAGMA journal_mode") == [("wal",)]:
             _ = ask("PRAGMA synchronous = NORMAL")
             connection.wal = True
         return
     _ = ask(_MYSQL)
     connection.round_trip = clock.now() - begun
-    server = [str(name) for name, *_ in _rows(connection.raw, _SERVER)]
+    server = [str(name) for name, *_ in ask(_SERVER)]
     connection.mariadb, connection.direct = "version" in server, "wsrep_on" not in server
     connection.certified = not connection.direct or "group_replication_group_name" in server
     if not connection.direct:
@@ -206,19 +213,18 @@ def _fileno(driver: Any) -> int:
     return int(sock.fileno())
 
 
-def _process(driver: Any) -> int | None:
-    """The server process that the driver believes to be connected to."""
-    if hasattr(driver, "get_server_pid"):  # asyncpg
-        return int(driver.get_server_pid())
-    return int(driver.info.backend_pid) if hasattr(driver, "info") else None
+def _process(driver: Any) -> int:
+    """The server's process, or thread, that the driver believes to be connected to; not a pooler's."""
+    if hasattr(driver, "thread_id"):  # PyMySQL, mysqlclient
+        return int(driver.thread_id())
+    return int(driver.get_server_pid() if hasattr(driver, "get_server_pid") else driver.info.backend_pid)
 
 
-def _ask(raw: Any, sql: str) -> Any:
-    rows = _rows(raw, sql)
-    return rows[0][0] if rows else None
+def _question(sql: str) -> Statement:
+    return Statement("set_up", sql, Reply.ROWS)
 
 
-def _rows(raw: Any, sql: str) -> list[Any]:
+def _rows(raw: Any, sql: str) -> Rows:
     with contextlib.closing(raw.cursor()) as cursor:
         cursor.execute(sql)
         return list(cursor.fetchall()) if cursor.description else []  # all: it may be a cursor on the server

@@ -31,7 +31,6 @@ class Tls:
         """Learn from a connection that has been opened. ConnectionError if the server offers TLS now, and did not."""
         offered = bool(getattr(driver, "server_capabilities", 0) & _OFFERED)
         if offered and self._found.get("ssl_disabled") and not driver.ssl:
-            self.forget()
             raise ConnectionError("the server offers TLS now, and did not before: connect again, by TLS")
         if getattr(driver, "ssl", False) and not getattr(driver, "_ssl_required", True):  # TLS was PyMySQL's own choice
             self._found = {"ssl": driver.ctx} if offered else {"ssl_disabled": True}

@@ -27,7 +27,7 @@ from dblock import db_lock as django_lock
 from dblock.core import runtime
 from dblock.core.errors import StoreUnreachable
 from dblock.core.wakeup.registry import Wakeups
-from dblock.drivers import psycopg, sessions
+from dblock.drivers import sessions
 from dblock.store import _stores
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
@@ -337,15 +337,14 @@ def test_a_session_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch, databa
     """A server that lets us in and then is silent keeps no thread."""
     timed(monkeypatch, statement_timeout=1.0)
     with proxied(database) as (proxy, engine):
-        module, name = (psycopg, "ask") if database == "postgresql" else (sessions, "_ask")
-        asks = getattr(module, name)
+        sets_up = sessions._set_up
 
-        def unheard(raw: Any, sql: str) -> Any:
+        def unheard(*given: Any) -> None:
             proxy.black_hole = True
-            return asks(raw, sql)
+            sets_up(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, unheard)
+            patch.setattr(sessions, "_set_up", unheard)
             with pytest.raises(StoreUnreachable):
                 db_lock(engine, "k", timeout=0.3).acquire()
             assert until(lambda: not threads("dblock connect"), 5)

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from dblock import store as django_stores
 from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.drivers import mariadb, sessions
+from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
@@ -217,7 +217,6 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
 def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, database: str, count: str) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
-    monkeypatch.setattr(mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):
         with db_lock(engine, "k"):

@@ -13,14 +13,12 @@ from typing import Any, Final, NamedTuple
 
 from dblock.celery.states import STATES
 from dblock.core.connections.connection import PooledConnection
-from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Statement
 from dblock.core.values import SHARE
-from dblock.drivers.psycopg import prepared_for
+from dblock.drivers import psycopg
 from dblock.drivers.sessions import set_up
 from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
-from tests.support.steps import NO_STORE
 
 LISTED: Final = 20
 """How many rows a statement names that takes a list."""
@@ -183,13 +181,11 @@ class Prepared(Counting):
         super().__init__(database, address)
         if not pooled:
             set_up(PooledConnection(self._raw), database, self._raw)
-        runner = prepared_for(self._raw, prepare=not pooled)
-        assert runner is not None
-        self._runner = runner
+        self._runner = psycopg.Prepared(self._raw, prepare=not pooled)
 
     def ask(self, statement: Statement, parameters: Record) -> list[Any]:
         """As the lock does it."""
-        return list(self._runner.execute(Execute(NO_STORE, statement, parameters)))
+        return list(self._runner.execute(statement, parameters))
 
 
 class Growing(Laboratory):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from dblock.core.statements.base import for_server
+from dblock.core.statements.base import Reply, Statement, on_server
 
 _TOKEN: Final = re.compile(
     r"""/\*\+.*?\*/ | '(?:[^']|'')*' | "(?:[^"]|"")*" | :[a-z_]+ | [A-Za-z_][\w.$]* | \d+(?:\.\d+)?(?:e\d+)?
@@ -79,7 +79,7 @@ class _Edit(NamedTuple):
 def effective(sql: str, database: str) -> str:
     """What `database` reads of a text: of MySQL's and MariaDB's conditional comments only its own."""
     if database in {"mysql", "mariadb"}:
-        sql = for_server(sql, mariadb=database == "mariadb")
+        sql = on_server(Statement("", sql, Reply.ROWS), mariadb=database == "mariadb").sql
     return " ".join(re.sub(r"/\*[^+].*?\*/", "", sql, flags=re.DOTALL).split())
 
 

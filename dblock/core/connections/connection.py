@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dblock.core import clock, timing
-from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.steps import Parameters, Rows
+from dblock.core.statements.base import Statement
 from dblock.core.wakeup.registry import Wakeup
 
 
@@ -61,7 +62,7 @@ class PooledConnection:
     """A DB-API connection that is lent to one statement at a time."""
 
     raw: Any = None
-    prepared: Callable[[Execute], Rows] | None = None
+    prepared: Callable[[Statement, Parameters], Rows] | None = None
     """Runs statements in a faster way than the driver's cursor; None: by the cursor."""
     loop: object = None
     """Its event loop, for asynchronous drivers."""

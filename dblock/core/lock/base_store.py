@@ -188,17 +188,16 @@ class BaseStore:
         raise NotImplementedError
 
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
+        statement = step.statement
         if connection.mariadb is not None:
-            step = step._replace(
-                statement=on_server(step.statement, mariadb=connection.mariadb, certified=connection.certified)
-            )
+            statement = on_server(statement, mariadb=connection.mariadb, certified=connection.certified)
         if connection.prepared is not None:
-            return connection.prepared(step)
+            return connection.prepared(statement, step.parameters)
         cursor = connection.raw.cursor()
         if hasattr(cursor, "row_factory"):  # SQLite's, on a connection of the caller
             cursor.row_factory = None
         try:
-            rows = perform(cursor, step.statement, step.parameters, self._paramstyle)
+            rows = perform(cursor, statement, step.parameters, self._paramstyle)
         finally:
             cursor.close()
         if self.database.dialect.single_writer:

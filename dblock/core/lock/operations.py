@@ -15,7 +15,6 @@ from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Steps, call, undone
-from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_ttl
 from dblock.core.values import Grant, LockInfo, Seconds
@@ -75,8 +74,7 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
     hold.grant.guarded = True
-    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
-    step = Execute(store, store.pin, Values.of(store.pin, known))
+    step = Execute(store, store.pin, {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life})
     pinned, error = yield from call(lock._place.apin if awaits else lock._place.pin, hold, given, step)
     if error is not None:
         try:

@@ -5,34 +5,19 @@ Rule: `common` writes the statements once; a database's module gives its vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dblock.core.errors import UnsupportedDatabase
+from dblock.core.statements import mysql, postgresql, sqlite
 from dblock.core.statements.base import Tables
+from dblock.core.statements.dialect import Dialect
 
-if TYPE_CHECKING:
-    from dblock.core.statements.dialect import Dialect
-
-
-class _Dialects(Mapping[str, "Dialect"]):
-    """The dialects; each is imported when first needed."""
-
-    _homes: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
-
-    def __getitem__(self, vendor: str) -> Dialect:
-        found: Dialect = import_module(f"{__name__}.{self._homes[vendor]}").DIALECT
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
-
-DIALECTS: Final = _Dialects()
+DIALECTS: Final[dict[str, Dialect]] = {
+    "postgresql": postgresql.DIALECT,
+    "mysql": mysql.DIALECT,
+    "mariadb": mysql.DIALECT,
+    "sqlite": sqlite.DIALECT,
+}
 """By the vendor names that Django and SQLAlchemy use."""
 
 

@@ -9,7 +9,7 @@ resolved before values are bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from functools import lru_cache
@@ -172,32 +172,15 @@ CLUSTER: Final = "'cluster'"
 """What names every node of a cluster whose commits are certified, so that no node lacks one."""
 
 
-def for_server(sql: str, *, mariadb: bool, certified: bool = False) -> str:
-    """The text as MariaDB, or MySQL, reads it: its own conditional text uncommented, the other's left out.
+@lru_cache(maxsize=256)
+def on_server(statement: Statement, *, mariadb: bool, certified: bool = False) -> Statement:
+    """The statement as MariaDB, or MySQL, reads it: its own conditional text uncommented, the other's left out.
 
     `certified`: the server is a node of a Galera cluster, or of a replication group.
     """
     ours = "M!" if mariadb else "!80017"
-    sql = _COMMENT.sub(lambda found: found[2] if found[1] == ours else "" if found[1] else found[0], sql)
-    return sql.replace(NAMES_OF_SERVERS[mariadb], CLUSTER) if certified else sql
-
-
-@lru_cache(maxsize=256)
-def on_server(statement: Statement, *, mariadb: bool, certified: bool = False) -> Statement:
-    """The statement for MariaDB, or for MySQL."""
-    return replace(statement, sql=for_server(statement.sql, mariadb=mariadb, certified=certified))
-
-
-class Values(dict[str, Any]):
-    """A statement's parameters; a `repr` in a log does not show them, as owner tokens are among them."""
-
-    def __repr__(self) -> str:
-        return f"<values of {', '.join(self)}>"
-
-    @classmethod
-    def of(cls, statement: Statement, known: Mapping[str, Any]) -> Values:
-        """The parameters that the statement names."""
-        return cls((name, known[name]) for name in _NAME.findall(statement.sql))
+    sql = _COMMENT.sub(lambda found: found[2] if found[1] == ours else "" if found[1] else found[0], statement.sql)
+    return replace(statement, sql=sql.replace(NAMES_OF_SERVERS[mariadb], CLUSTER) if certified else sql)
 
 
 class Masked(str):
@@ -220,11 +203,6 @@ def without_secrets(statement: Statement, rows: Sequence[Sequence[Any]]) -> Sequ
     ]
 
 
-def in_order(parameters: Mapping[str, Any], order: Iterable[str]) -> tuple[Any, ...]:
-    """The values for a style without names."""
-    return tuple([Masked(value) if type(value) is str else value for value in map(parameters.__getitem__, order)])
-
-
 @lru_cache(maxsize=256)
 def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
     """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249).
@@ -245,13 +223,10 @@ def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
     return _NAME.sub("?", sql), tuple(names)  # qmark
 
 
-def perform(
-    cursor: Any, statement: Statement, parameters: Mapping[str, Any], paramstyle: str, **options: Any
-) -> list[Any]:
+def perform(cursor: Any, statement: Statement, parameters: Mapping[str, Any], paramstyle: str) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)
-    values = Values(parameters) if order is None else in_order(parameters, order)
-    cursor.execute(text, values, **options)
+    cursor.execute(text, parameters if order is None else tuple(map(parameters.__getitem__, order)))
     if statement.reply is Reply.ROWS:
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:

@@ -68,18 +68,12 @@ class Epochs(NamedTuple):
     """Close the keys for `seconds`, as for a server that is another one than the last."""
 
 
-def _history(words: Vocabulary) -> str:
-    """A restart changes none of these; a promotion the timeline, a restored dump number, table or cluster."""
-    cluster = "(SELECT system_identifier FROM pg_control_system())"
-    return words.undumped or f"concat_ws(' ', {words.timeline}, {words.epoch_table}, {cluster})"
-
-
 def epochs(words: Vocabulary) -> Epochs:
     """The statements in the vocabulary of PostgreSQL, MySQL or MariaDB. `Epochs` describes each."""
     # Sent with the tables, which nobody has used: keys are open.
     first = f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0
+SELECT 1, {words.server}, {words.history}, {words.now}, {words.now}, 0
 """
     # Safe: reads only.
     status = f"""
@@ -93,45 +87,41 @@ FROM lock_epoch WHERE id = 1
     floor = - abs(floor)
 WHERE id = 1 AND {words.wrote("lock_epoch")} {words.durable}
 """
+    floor = f"{words.micros} + {int(MARGIN * 1_000_000)}"
     # Safe: an administrator's word. If it arrives late or twice keys are closed for longer. Durable, as `begin`.
-    seconds = words.number(":seconds")
     close = f"""
 {words.at_once}UPDATE lock_epoch SET
     server = {words.server},
-    history = {_history(words)},
+    history = {words.history},
     since = {words.now},
-    opens_at = {words.after(f"{words.greatest}({seconds}, {MARGIN})")},
-    floor = {_floor(words)}
+    opens_at = {words.after(f"{words.greatest}({words.number(':seconds')}, {MARGIN})")},
+    floor = {floor}
 WHERE id = 1 {words.durable}
 """
     return Epochs(
         Statement("first_epoch", first, Reply.COUNT),
         Statement("epoch_status", status, Reply.ROWS),
-        Statement("begin_epoch", _begin(words), Reply.COUNT),
+        Statement("begin_epoch", _begin(words, floor), Reply.COUNT),
         Statement("end_quarantine", end, Reply.COUNT),
         Statement("begin_quarantine", close, Reply.COUNT),
     )
 
 
-def _floor(words: Vocabulary) -> str:
-    return f"{words.micros} + {int(MARGIN * 1_000_000)}"
-
-
-def _begin(words: Vocabulary) -> str:
+def _begin(words: Vocabulary, floor: str) -> str:
     """Safe: of two that find another server's row one writes it, and the other finds it written.
 
     If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it. Where there is no row
     nobody has used the tables, or somebody has emptied them, tenures and all: keys are open.
     """
-    floor, seconds = _floor(words), words.number(":seconds")
-    if not words.timeline:
+    seconds = words.number(":seconds")
+    if words.undumped:
         undumped = "lock_epoch.history = VALUES(history)"
         cluster = f"VALUES(server) = {CLUSTER} AND {undumped}"
         kept = f"lock_epoch.server = VALUES(server) AND {undumped}"
         seconds = f"{words.greatest}({seconds}, {MARGIN})"
         return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
+SELECT 1, {words.server}, {words.history}, {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
 ON DUPLICATE KEY UPDATE
     since = IF({kept}, lock_epoch.since, VALUES(since)),
     opens_at = IF({kept}, lock_epoch.opens_at, {words.after(f"IF({cluster}, 0, {seconds})")}),
@@ -139,20 +129,14 @@ ON DUPLICATE KEY UPDATE
     server = VALUES(server),
     history = VALUES(history)
 """
-    changes = {  # on another server; a restart keeps them
-        "since": words.now,
-        "opens_at": words.after(f"{words.greatest}({seconds}, {MARGIN})"),
-        "floor": f"CASE WHEN {seconds} = 0 THEN -1 ELSE 1 END * ({floor})",
-    }
-    changed = ",\n    ".join(
-        f"{name} = CASE WHEN lock_epoch.history = excluded.history THEN lock_epoch.{name} ELSE {promoted} END"
-        for name, promoted in changes.items()
-    )
+    kept = "WHEN lock_epoch.history = excluded.history THEN lock_epoch"  # by a restart
     return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0
+SELECT 1, {words.server}, {words.history}, {words.now}, {words.now}, 0
 WHERE true {words.durable}
 ON CONFLICT (id) DO UPDATE SET server = excluded.server, history = excluded.history,
-    {changed}
+    since = CASE {kept}.since ELSE {words.now} END,
+    opens_at = CASE {kept}.opens_at ELSE {words.after(f"{words.greatest}({seconds}, {MARGIN})")} END,
+    floor = CASE {kept}.floor ELSE CASE WHEN {seconds} = 0 THEN -1 ELSE 1 END * ({floor}) END
 WHERE lock_epoch.server <> excluded.server
 """

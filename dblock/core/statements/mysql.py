@@ -66,7 +66,7 @@ class MySQL(Vocabulary):
     read_at_once = "/*!80017 FOR SHARE NOWAIT */"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
     table_options = " ENGINE = InnoDB"
-    undumped = "1234567"
+    history = undumped = "1234567"
     server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
     # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
     shares_of_locks = f"""SELECT 1 FROM locks AS door{by_key}

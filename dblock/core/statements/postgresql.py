@@ -54,6 +54,8 @@ class PostgreSQL(Vocabulary):
     started = "CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint)"
     server = f"concat_ws(' ', {started}, {epoch_table})"
     timeline = "substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
+    cluster = "(SELECT system_identifier FROM pg_control_system())"
+    history = f"concat_ws(' ', {timeline}, {epoch_table}, {cluster})"
     shares_of_locks = """SELECT 1 FROM locks AS share
         WHERE share.lock_key > locks.lock_key || chr(31) AND share.lock_key < locks.lock_key || ' '"""
     # With a LIMIT, so that it is read by the index in order, for one flow at a time; a flow has one place, and those
