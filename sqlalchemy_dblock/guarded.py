@@ -25,21 +25,15 @@ class _OfGiven(BaseGuarded[T]):
 
     def __init__(self, lock: Any, given: Any) -> None:
         super().__init__(lock)
-        self._given, asynchronous = given, self._asynchronous
-        made = getattr(given, "class_", None)  # by a sessionmaker
-        if made is not None:
-            fits = hasattr(made, "sync_session_class") == asynchronous
-        elif isinstance(getattr(given, "sync_engine", given), Engine):
-            fits = hasattr(given, "sync_engine") == asynchronous
-        else:
-            # A registry is not asked: where functions are decorated, there is no task yet whose session it would give.
-            sessions = hasattr(given, "get_bind") and not isinstance(given, type | Connection)
-            fits = sessions and hasattr(given, "stream") == asynchronous  # no Session has that
-        self._makes = fits and not hasattr(given, "get_bind")
-        if not fits:
+        self._given, made = given, getattr(given, "class_", given)  # of a sessionmaker: the class of its sessions
+        # A registry is not asked: where functions are decorated, there is no task yet whose session it would give.
+        is_session = hasattr(given, "get_bind") and not isinstance(given, type)
+        self._makes = made is not given or isinstance(getattr(given, "sync_engine", given), Engine)
+        asynchronous = hasattr(made, "stream") or hasattr(made, "sync_engine")
+        if not (self._makes or is_session) or asynchronous != self._asynchronous:
             its = (
                 "AsyncEngine, its async_sessionmaker or AsyncSession"
-                if asynchronous
+                if self._asynchronous
                 else "Engine, its sessionmaker or Session"
             )
             raise TypeError(f"begin() of this lock takes an {its}, of the lock's database, not {type(given).__name__}")
@@ -120,10 +114,7 @@ def _uncommitted(connection: Connection) -> Generator[None]:
     Nor does an error of the lock come out of such a body, since it would say that nothing was committed.
     """
     commits: list[Connection] = []
-
-    def note(committing: Connection) -> None:
-        commits.append(committing)
-
+    note = commits.append
     event.listen(connection, "commit", note)  # a session's body may also commit by its connection
     error: LockError | None = None
     try:
