@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
-from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime, timing
@@ -124,8 +124,7 @@ class EnginePool(AutocommitPool):
             self._close(connection, broken=True)
 
     def _begin(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
-        loop = asyncio.get_running_loop()
-        task = plain_task(greenlet_spawn(work, connection), loop)
+        task = plain_task(greenlet_spawn(work, connection))
         self._tasks.add(task)
 
         def ended(_: object) -> None:
@@ -142,11 +141,8 @@ class EnginePool(AutocommitPool):
         """
         loop: Any = connection.loop
         here = loop is self.loop()
-        if here and not broken and self._dialect.driver != "asyncpg":
+        if loop is None or (here and not broken and self._dialect.driver != "asyncpg"):
             self._dialect.do_close(connection.raw)
-            return
-        if loop is None:
-            self._dialect.do_terminate(connection.raw)
             return
         driver = connection.raw.driver_connection
         if hasattr(driver, "stop"):  # aiosqlite's thread, which replies to the running loop
@@ -193,28 +189,22 @@ class InMemory:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._static: PoolProxiedConnection | None = None
         self._out = weakref.WeakSet[PooledConnection]()
         self._mutex = threading.RLock()
-        event.listen(engine, "engine_disposed", self._forget)
 
     def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The connection that the caller in this thread also uses; one statement of the lock at a time on it."""
-        connection = PooledConnection()
-        if not isinstance(self._engine.pool, StaticPool):
-            fairy = connection.lent = self._engine.raw_connection()
-        else:  # one connection for all threads: never checked in from here, since that would roll back for all
+        connection, pool = PooledConnection(), self._engine.pool
+        known: Any
+        if isinstance(pool, StaticPool):  # one connection for all threads: its return to the pool rolls back for all
+            known = pool._do_get()
             while not self._enter(connection):
                 if clock.now() > until:
                     raise PoolExhausted("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
-            try:
-                fairy = self._static = self._static or self._engine.raw_connection()
-            except BaseException:
-                self.give(connection)
-                raise
-        driver: Any = fairy.driver_connection
-        connection.raw, connection.commits = fairy.dbapi_connection, not driver.in_transaction
+        else:
+            known = connection.lent = self._engine.raw_connection()
+        connection.raw, connection.commits = known.dbapi_connection, not known.driver_connection.in_transaction
         return connection
 
     def give(self, connection: PooledConnection) -> None:
@@ -237,16 +227,12 @@ class InMemory:
                 self._out.add(connection)
         return free
 
-    def _forget(self, _: Engine) -> None:
-        self._static = None
-
 
 def source_for(engine: Engine) -> EnginePool | InMemory:
     """The lock's connections for an engine, one for all options of its stores."""
-    kept = vars(engine)
-    if "_dblock_source" not in kept:
-        _ = kept.setdefault("_dblock_source", InMemory(engine) if is_in_memory(engine) else EnginePool(engine))
-    source: EnginePool | InMemory = kept["_dblock_source"]
+    if "_dblock_source" not in vars(engine):
+        _ = vars(engine).setdefault("_dblock_source", InMemory(engine) if is_in_memory(engine) else EnginePool(engine))
+    source: EnginePool | InMemory = vars(engine)["_dblock_source"]
     return source
 
 
