@@ -18,8 +18,8 @@ from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.lock.several import SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
-from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.reaping import Reaped
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
@@ -318,20 +318,16 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
     By default as long as DBLOCK["RETENTION"] (one hour) says. Safe to run at any time, any number of times at once.
     """
-    return reaped(retention, using).locks
+    return drive(reaping(retention, using)).locks
 
 
 async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
     """The asynchronous twin of `reap`."""
-    return (await adrive(_reaping(retention, using))).locks
+    return (await adrive(reaping(retention, using))).locks
 
 
-def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
-    """Reap, and say how many rows of which table there were."""
-    return drive(_reaping(retention, using))
-
-
-def _reaping(retention: Seconds | None, using: str | None) -> Steps[reaping.Reaped]:
+def reaping(retention: Seconds | None, using: str | None) -> Steps[Reaped]:
+    """The steps of `reap`."""
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
     return reap_and_report(store, seconds, Lock)

@@ -202,10 +202,7 @@ def store_for(alias: str) -> DjangoStore:
 
 def stores_for(using: str | None) -> list[DjangoStore]:
     """That of the alias; without one all that have been asked for."""
-    if using is not None:
-        return [store_for(using)]
-    store_override = runtime.current.store_override
-    return list(_stores.values()) if store_override is None else [store_override]
+    return [store_for(alias) for alias in (list(_stores) if using is None else [using])]
 
 
 _stores: dict[str, DjangoStore] = {}

@@ -321,7 +321,7 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds | None = None) -> i
     The default is the engine's execution option dblock_retention (one hour). Await it for an AsyncEngine. Safe to run
     at any time, any number of times at once.
     """
-    steps = _reaping(engine, retention)
+    steps = reaping(engine, retention)
     return drive(steps).locks if isinstance(engine, Engine) else _areap(steps)
 
 
@@ -329,12 +329,8 @@ async def _areap(steps: Steps[Reaped]) -> int:
     return (await adrive(steps)).locks
 
 
-def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
-    """Reap; returns the number of rows of each table."""
-    return drive(_reaping(engine, retention))
-
-
-def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
+def reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> Steps[Reaped]:
+    """The steps of `reap`."""
     store = store_for(sync_engine(engine))
     seconds = valid_retention(store.retention if retention is None else retention)
     return reap_and_report(store, seconds, Lock)
@@ -351,6 +347,5 @@ def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
     still works under one of them finds it lost (`Reason.RELEASED`) before another flow can get it. Await it for an
     AsyncEngine. Raises no error of the database: a lock that could not be released within some seconds expires.
     """
-    store = store_for(sync_engine(engine))
-    steps = leaving.release_all(store)
+    steps = leaving.release_all(store_for(sync_engine(engine)))
     return drive(steps) if isinstance(engine, Engine) else adrive(steps)
