@@ -123,23 +123,19 @@ class Lane:
         return await running
 
 
-class DjangoSQLite:
+class DjangoSQLite(DjangoPool):
     """Connections for the statements on a SQLite database: the lock's own, or the caller's."""
-
-    def __init__(self, alias: str, pool: DjangoPool) -> None:
-        self._alias = alias
-        self._pool = pool
 
     def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
-        caller = connections[self._alias]
+        caller = connections[self.alias]
         inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, critical=critical)
+        own = super().take(until, critical=critical)
         if own.wal or inherited:
             return own
-        self._pool.give(own)
+        super().give(own)
         return self._callers(caller)
 
     @staticmethod
@@ -155,7 +151,7 @@ class DjangoSQLite:
     def give(self, connection: PooledConnection) -> None:
         """Give it back to the pool, or give the caller's its own busy_timeout back."""
         if not connection.joined:
-            self._pool.give(connection)
+            super().give(connection)
         elif connection.busy_timeout != connection.lent:
             connection.raw.execute(f"PRAGMA busy_timeout = {connection.lent}")
 

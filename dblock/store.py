@@ -48,7 +48,6 @@ class DjangoStore(BaseStore):
     """The database of one alias."""
 
     _rename_tables = "give dblock's other names, with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']"
-    _paramstyle = "pyformat"
 
     def __init__(self, alias: str) -> None:
         connection = connections[valid_alias(alias)]
@@ -79,10 +78,8 @@ class DjangoStore(BaseStore):
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"
         if not apps.is_installed("dblock"):
             self._create_table = f"add 'dblock' to INSTALLED_APPS and {self._create_table}"
-        pool = DjangoPool(alias)
-        self._source: DjangoPool | DjangoSQLite = pool
-        if vendor == "sqlite":
-            self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
+        self._source: DjangoPool = DjangoSQLite(alias) if vendor == "sqlite" else DjangoPool(alias)
+        self._paramstyle = "named" if vendor == "sqlite" else "pyformat"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         # No RuntimeError, by which pytest-django says that a test may not use the database.
         self._connect_errors = (PoolExhausted, StoreUnreachable, DatabaseError, InterfaceError, *self._errors)
@@ -113,7 +110,7 @@ class DjangoStore(BaseStore):
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
+        if not conf.settings().LISTEN:
             return None
         return subscribed(self, self._source, PsycopgSubscription, channel, wakeups)
 
