@@ -54,11 +54,9 @@ class EnginePool(AutocommitPool):
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
-        self._changed: dict[str, tuple[Any, Any]] = {}
-        """The driver's options that were changed for the last opening: the application's value, and the lock's."""
         self._tls = Tls()
         if not local:
-            event.listen(engine, "do_connect", self._set_options)
+            event.listen(engine, "do_connect", self._connect)
 
     def open(self, connection: PooledConnection) -> None:
         """Open it as the engine's pool does."""
@@ -95,20 +93,19 @@ class EnginePool(AutocommitPool):
         finally:
             _opening.reset(opening)
 
-    def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
-        """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""
-        for name, (theirs, ours) in self._changed.items():
-            if options.get(name) == ours:
-                options[name] = theirs
-                if theirs is None:
-                    del options[name]
-        opening = _opening.get()
-        if opening is not None:
-            from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+    def _connect(self, dialect: Dialect, record: object, positional: list[Any], options: dict[str, Any]) -> Any:
+        """Connect with options of the driver for the lock alone, if a connection of the lock is being opened."""
+        if (opening := _opening.get()) is None:
+            return None
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
 
-            changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
-            self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
-            options |= changed
+        changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
+        ours = options | changed  # SQLAlchemy 2.0 has one dictionary for all connections
+        listeners = list(dialect.dispatch.do_connect)
+        for listen in listeners[listeners.index(self._connect) + 1 :]:  # which SQLAlchemy will not ask any more
+            if (made := listen(dialect, record, positional, ours)) is not None:
+                return made
+        return dialect.connect(*positional, **ours)
 
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         """Do the work in a thread, or in a task of the connection's event loop."""

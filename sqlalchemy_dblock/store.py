@@ -119,11 +119,10 @@ class EngineStore(BaseStore):
         self._mistakes = (dbapi.ProgrammingError, dbapi.NotSupportedError, *_MISTAKES)
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
-        """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
-        make: Any = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
-        by_kill_query = self.database.dialect.sleep_until_killed is not None
-        if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
+        """Listen on a connection of its own; None behind a pooler, or if it is switched off."""
+        if not self._listens or not isinstance(self._source, EnginePool):
             return None
+        make: Any = SUBSCRIPTIONS.get((self._driver, self.asynchronous))  # None where KILL QUERY notifies
         return subscribed(self, self._source, make, channel, wakeups)
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
