@@ -31,7 +31,7 @@ from dblock.core.errors import (
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements import dialect_for
 from dblock.core.statements.base import perform
 from dblock.drivers.listening import PsycopgSubscription, subscribed
 from dblock.drivers.literals import inlined
@@ -52,10 +52,6 @@ class DjangoStore(BaseStore):
     def __init__(self, alias: str) -> None:
         connection = connections[valid_alias(alias)]
         vendor = connection.vendor
-        if vendor not in DIALECTS:
-            raise UnsupportedDatabase(
-                f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
-            )
         refuse_untried(vendor, connection.Database.__name__.removesuffix(".dbapi2"), f"database {alias!r}")  # type: ignore[attr-defined]
         tables = conf.tables()
         _ = (

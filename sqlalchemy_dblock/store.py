@@ -14,14 +14,14 @@ from sqlalchemy import URL, Engine, exc
 from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
-from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
+from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.store import Subscription
-from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements import dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_history, valid_quarantine, valid_reaping, valid_tables
 from dblock.core.values import Seconds
@@ -78,8 +78,6 @@ class EngineStore(BaseStore):
 
     def __init__(self, engine: Engine, options: Options) -> None:
         name, tables = engine.dialect.name, options.tables
-        if name not in DIALECTS:
-            raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
         self.database = Database(
