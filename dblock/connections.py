@@ -35,7 +35,7 @@ T = TypeVar("T")
 MOST: Final = 5
 """How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""
 
-_of_parents: list[Any] = []
+of_parents: list[Any] = []
 """In a forked child: the connections of the parent's own, kept so that nothing finalizes them."""
 
 
@@ -129,7 +129,7 @@ class DjangoSQLite(DjangoPool):
     def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self.alias]
-        inherited = any(caller.connection is parent for parent in _of_parents)
+        inherited = any(caller.connection is parent for parent in of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
         own = super().take(until, critical=critical)
@@ -194,8 +194,3 @@ _configured: dict[str, tuple[str, ...]] = {}
 def note_configured() -> None:
     """Note the databases of all aliases, before a test runner turns them to others."""
     _configured.update((alias, location(settings)) for alias, settings in connections.settings.items())
-
-
-def leave_to_parent() -> None:
-    """In a forked child: keep the connections that the application has opened before."""
-    _of_parents.extend(caller.connection for caller in connections.all(initialized_only=True))

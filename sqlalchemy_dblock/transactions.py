@@ -66,19 +66,15 @@ def _over(session: Any, ended: Any = None) -> None:
     for hold in kept:  # first: if an interrupt comes, their leases expire
         hold.kept_by = tuple(nobody if kept_by() is ended else kept_by for kept_by in hold.kept_by)
     for hold in kept:
-        if not hold.deferred:  # by a transaction of another session
-            _finish(hold)
-
-
-def _finish(hold: Hold) -> None:
-    steps = finish(hold)
-    try:
-        if hold.store.asynchronous:
-            await_only(adrive(steps))
-        else:
-            drive(steps)
-    except (LockError, MissingGreenlet) as error:
-        warn("could not release %r when the transaction ended: %s", hold.shown, error)
+        if hold.deferred:  # by a transaction of another session
+            continue
+        try:
+            if hold.store.asynchronous:
+                await_only(adrive(finish(hold)))
+            else:
+                drive(finish(hold))
+        except (LockError, MissingGreenlet) as error:
+            warn("could not release %r when the transaction ended: %s", hold.shown, error)
 
 
 def connection_of(given: Any) -> Connection:
