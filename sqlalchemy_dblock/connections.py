@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -33,9 +32,6 @@ from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
 from dblock.drivers.tls import Tls
 
-_opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
-"""The connection of the lock that is being opened."""
-
 T = TypeVar("T")
 
 
@@ -50,7 +46,8 @@ class EnginePool(AutocommitPool):
         super().__init__(_most(engine), keep, local=local, loop=loop)
         runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
-        self._source = _source(engine)
+        self._theirs = engine.pool._invoke_creator, engine.pool.dispatch
+        """What opens connections of the engine's own pool, and the pool's events."""
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
@@ -75,10 +72,16 @@ class EnginePool(AutocommitPool):
 
         engine = self._engine()
         if engine is not None:  # the application may have registered event handlers meanwhile
-            self._source = _source(engine)
-        opening = _opening.set(connection)
-        try:
-            fairy = self._source.connect()
+            self._theirs = engine.pool._invoke_creator, engine.pool.dispatch
+        create, dispatch = self._theirs
+
+        def creator(record: ConnectionPoolEntry) -> Any:
+            record.info["dblock"] = connection
+            connection.raw = create(record)  # at once: SQLAlchemy drops it if a listener of `connect` fails
+            return connection.raw
+
+        try:  # in a pool without limits: an opening that hangs delays no other
+            fairy = NullPool(creator, dialect=self._dialect, _dispatch=dispatch).connect()
             driver: Any = fairy.driver_connection
             fairy.detach()
             self._tls.opened(driver)
@@ -90,12 +93,11 @@ class EnginePool(AutocommitPool):
         except BaseException:
             self._tls.forget()
             raise
-        finally:
-            _opening.reset(opening)
 
-    def _connect(self, dialect: Dialect, record: object, positional: list[Any], options: dict[str, Any]) -> Any:
+    def _connect(self, dialect: Dialect, record: Any, positional: list[Any], options: dict[str, Any]) -> Any:
         """Connect with options of the driver for the lock alone, if a connection of the lock is being opened."""
-        if (opening := _opening.get()) is None:
+        opening: PooledConnection | None = record and record.info.get("dblock")
+        if opening is None:
             return None
         from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
 
@@ -158,19 +160,6 @@ class EnginePool(AutocommitPool):
             await_only(waiter.wait_async(seconds))
         else:
             super().wait(waiter, seconds)
-
-
-def _source(engine: Engine) -> NullPool:
-    """A pool that opens connections as the engine's does. It has no limits: an opening that hangs delays no other."""
-    create = engine.pool._invoke_creator
-
-    def creator(rec: ConnectionPoolEntry) -> Any:
-        raw = create(rec)  # which SQLAlchemy drops without closing it if a listener of `connect` fails
-        if (connection := _opening.get()) is not None:
-            connection.raw = raw
-        return raw
-
-    return NullPool(creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
 
 
 def _end(driver: Any) -> None:
