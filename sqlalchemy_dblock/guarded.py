@@ -39,11 +39,14 @@ class _OfGiven(BaseGuarded[T]):
             raise TypeError(f"begin() of this lock takes an {its}, of the lock's database, not {type(given).__name__}")
 
     def _session(self) -> Any:
+        """What was given, or the registry's session of this thread or task; None of what makes sessions."""
+        if self._makes:
+            return None
         return self._given.registry() if hasattr(self._given, "registry") else self._given
 
     def _refuse(self) -> None:
         """Raise InvalidRequestError for a session whose transaction is open already, or that of its Connection."""
-        session = None if self._makes else self._session()
+        session = self._session()
         bind = getattr(self._given, "kw", {}).get("bind") if session is None else session.bind
         bind = getattr(bind, "sync_connection", bind)
         if isinstance(bind, Connection) and bind.in_transaction():
@@ -58,13 +61,6 @@ class _OfGiven(BaseGuarded[T]):
                 "sessionmaker"
             )
 
-    def _transaction(self) -> tuple[Any, Any]:
-        """A transaction that is to begin, and its session, which a factory makes only then."""
-        if self._makes:
-            return self._given.begin(), None
-        session = self._session()
-        return session.begin(), session
-
     def _refuse_function(self) -> None:
         """Raise TypeError where a decorated function could not get at its session."""
         if self._makes:
@@ -78,8 +74,8 @@ class Begun(_OfGiven[T], Guarded[T]):
     """A lock, and a transaction of its database that is guarded by it: a `with`, which gives the session."""
 
     def _begin(self, holds: list[Hold]) -> Generator[T]:
-        transaction, session = self._transaction()
-        with transaction as begun, _uncommitted(_connection(session or begun)):
+        session = self._session()
+        with (session or self._given).begin() as begun, _uncommitted(_connection(session or begun)):
             self._lock.guard(session or begun)
             yield session or begun
             self._committing(holds)
@@ -92,8 +88,8 @@ class AsyncBegun(_OfGiven[T], AsyncGuarded[T]):
 
     @asynccontextmanager
     async def _begin(self, holds: list[Hold]) -> AsyncGenerator[T]:
-        transaction, session = self._transaction()
-        async with transaction as begun:
+        session = self._session()
+        async with (session or self._given).begin() as begun:
             with _uncommitted(await in_greenlet_of_its_own(_connection, session or begun)):
                 await self._lock.guard(session or begun)
                 yield session or begun
