@@ -75,9 +75,18 @@ class DjangoPool(AutocommitPool):
         return super().take(until, critical=critical)
 
     def open(self, connection: PooledConnection) -> None:
-        """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose, self._tls)
+        """As Django does, from the same settings."""
+        wrapper = connection.lent = connections.create_connection(self.alias)
         connection.location = location(wrapper.settings_dict)
+        options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
+        if self._vendor == "sqlite":
+            options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
+            options["detect_types"] = 0  # the lock's answers are numbers and texts
+        else:
+            driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
+            options |= sessions.options(driver, options, connection.purpose) | self._tls.options(options)
+        wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
+        wrapper.inc_thread_sharing()
         try:
             wrapper.ensure_connection()
             connection.raw = raw = wrapper.connection
@@ -170,21 +179,6 @@ def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
     if caller.connection is None:
         return not caller.settings_dict["AUTOCOMMIT"]
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
-
-
-def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
-    """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
-    wrapper = connections.create_connection(alias)
-    options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
-    if wrapper.vendor == "sqlite":
-        options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
-        options["detect_types"] = 0  # the lock's answers are numbers and texts
-    else:
-        driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
-        options |= sessions.options(driver, options, purpose) | tls.options(options)
-    wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
-    wrapper.inc_thread_sharing()
-    return wrapper
 
 
 _configured: dict[str, tuple[str, ...]] = {}
