@@ -20,14 +20,7 @@ from django.db.utils import InterfaceError, NotSupportedError, ProgrammingError
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location, valid_alias
 from dblock.core import runtime
-from dblock.core.errors import (
-    LockError,
-    LockTimeout,
-    PoolExhausted,
-    StoreLocked,
-    StoreUnreachable,
-    UnsupportedDatabase,
-)
+from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -48,6 +41,8 @@ class DjangoStore(BaseStore):
     """The database of one alias."""
 
     _rename_tables = "give dblock's other names, with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']"
+    # No RuntimeError, by which pytest-django says that a test may not use the database.
+    _connect_errors = (DatabaseError, InterfaceError)
 
     def __init__(self, alias: str) -> None:
         connection = connections[valid_alias(alias)]
@@ -77,8 +72,6 @@ class DjangoStore(BaseStore):
         self._source: DjangoPool = DjangoSQLite(alias) if vendor == "sqlite" else DjangoPool(alias)
         self._paramstyle = "named" if vendor == "sqlite" else "pyformat"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
-        # No RuntimeError, by which pytest-django says that a test may not use the database.
-        self._connect_errors = (PoolExhausted, StoreUnreachable, DatabaseError, InterfaceError, *self._errors)
         dbapi = connection.Database  # type: ignore[attr-defined]
         self._mistakes = (ProgrammingError, NotSupportedError, dbapi.ProgrammingError, dbapi.NotSupportedError)
 

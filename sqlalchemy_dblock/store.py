@@ -14,7 +14,7 @@ from sqlalchemy import URL, Engine, exc
 from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
-from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation
+from dblock.core.errors import SynchronousOnlyOperation
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
@@ -75,6 +75,9 @@ class EngineStore(BaseStore):
         "give dblock's other names, with metadata_for(prefix=, schema=) and the execution options dblock_prefix and "
         "dblock_schema of the engine"
     )
+    # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to one of
+    # them, and PyMySQL reports a missing package.
+    _connect_errors = (exc.SQLAlchemyError, RuntimeError)
 
     def __init__(self, engine: Engine, options: Options) -> None:
         name, tables = engine.dialect.name, options.tables
@@ -110,9 +113,6 @@ class EngineStore(BaseStore):
         # PyMySQL and its kin announce `format` but take names as well.
         self._paramstyle = "named" if name == "sqlite" else "pyformat" if style == "format" else style
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
-        # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to
-        # one of them, and PyMySQL reports a missing package.
-        self._connect_errors = (PoolExhausted, StoreUnreachable, *self._errors, exc.SQLAlchemyError, RuntimeError)
         dbapi = engine.dialect.loaded_dbapi
         self._mistakes = (dbapi.ProgrammingError, dbapi.NotSupportedError, *_MISTAKES)
 
