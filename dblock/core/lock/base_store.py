@@ -80,7 +80,7 @@ class BaseStore:
         until = timing.answer_by(now, step.until, critical=statement.critical)
         try:
             connection = self._source.take(until, critical=statement.critical)
-        except (PoolExhausted, StoreUnreachable, *self._errors, *self._connect_errors) as error:
+        except (PoolExhausted, StoreUnreachable, *self._errors, *self._connect_errors) as error:  # type: ignore[misc]
             refused = self._not_connected(error, step)
             raise refused from refused.__cause__
         if step.location is not None and step.location != connection.location:
