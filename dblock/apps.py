@@ -9,7 +9,6 @@ from django.utils.translation import gettext_lazy as _
 class DblockConfig(AppConfig):
     name = "dblock"
     verbose_name = _("Database locks")
-    default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
         from dblock import checks, conf, connections  # noqa: F401, PLC0415 - registers them

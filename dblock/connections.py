@@ -35,7 +35,7 @@ T = TypeVar("T")
 MOST: Final = 5
 """How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""
 
-_of_parents: list[Any] = []
+of_parents: list[Any] = []
 """In a forked child: the connections of the parent's own, kept so that nothing finalizes them."""
 
 
@@ -75,9 +75,18 @@ class DjangoPool(AutocommitPool):
         return super().take(until, critical=critical)
 
     def open(self, connection: PooledConnection) -> None:
-        """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose, self._tls)
+        """As Django does, from the same settings."""
+        wrapper = connection.lent = connections.create_connection(self.alias)
         connection.location = location(wrapper.settings_dict)
+        options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
+        if self._vendor == "sqlite":
+            options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
+            options["detect_types"] = 0  # the lock's answers are numbers and texts
+        else:
+            driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
+            options |= sessions.options(driver, options, connection.purpose) | self._tls.options(options)
+        wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
+        wrapper.inc_thread_sharing()
         try:
             wrapper.ensure_connection()
             connection.raw = raw = wrapper.connection
@@ -123,23 +132,19 @@ class Lane:
         return await running
 
 
-class DjangoSQLite:
+class DjangoSQLite(DjangoPool):
     """Connections for the statements on a SQLite database: the lock's own, or the caller's."""
-
-    def __init__(self, alias: str, pool: DjangoPool) -> None:
-        self._alias = alias
-        self._pool = pool
 
     def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
-        caller = connections[self._alias]
-        inherited = any(caller.connection is parent for parent in _of_parents)
+        caller = connections[self.alias]
+        inherited = any(caller.connection is parent for parent in of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, critical=critical)
+        own = super().take(until, critical=critical)
         if own.wal or inherited:
             return own
-        self._pool.give(own)
+        super().give(own)
         return self._callers(caller)
 
     @staticmethod
@@ -155,7 +160,7 @@ class DjangoSQLite:
     def give(self, connection: PooledConnection) -> None:
         """Give it back to the pool, or give the caller's its own busy_timeout back."""
         if not connection.joined:
-            self._pool.give(connection)
+            super().give(connection)
         elif connection.busy_timeout != connection.lent:
             connection.raw.execute(f"PRAGMA busy_timeout = {connection.lent}")
 
@@ -176,21 +181,6 @@ def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def own_wrapper(alias: str, purpose: str, tls: Tls) -> BaseDatabaseWrapper:
-    """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
-    wrapper = connections.create_connection(alias)
-    options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
-    if wrapper.vendor == "sqlite":
-        options["timeout"] = timing.DEFAULT.single_try  # for what `init_command` does
-        options["detect_types"] = 0  # the lock's answers are numbers and texts
-    else:
-        driver = wrapper.Database.__name__.lower()  # type: ignore[attr-defined]
-        options |= sessions.options(driver, options, purpose) | tls.options(options)
-    wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
-    wrapper.inc_thread_sharing()
-    return wrapper
-
-
 _configured: dict[str, tuple[str, ...]] = {}
 """The databases of the aliases as the settings have them."""
 
@@ -198,8 +188,3 @@ _configured: dict[str, tuple[str, ...]] = {}
 def note_configured() -> None:
     """Note the databases of all aliases, before a test runner turns them to others."""
     _configured.update((alias, location(settings)) for alias, settings in connections.settings.items())
-
-
-def leave_to_parent() -> None:
-    """In a forked child: keep the connections that the application has opened before."""
-    _of_parents.extend(caller.connection for caller in connections.all(initialized_only=True))

@@ -16,8 +16,6 @@ from dblock.core.lock.fencing import fence_of
 if TYPE_CHECKING:
     from dblock.place import Lock
 
-
-if TYPE_CHECKING:
     _BigIntegerField = models.BigIntegerField[int, int]
 else:
     _BigIntegerField = models.BigIntegerField

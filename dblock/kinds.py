@@ -13,13 +13,14 @@ from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.leading import AsyncLeader, SyncLeader
 from dblock.core.lock.leading import Options as LeaderOptions
 from dblock.core.lock.locks import Attaching, refuses
-from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
-from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.lock.permits import AsyncSemaphore, IsPermit
+from dblock.core.lock.permits import Semaphore as SyncSemaphore
+from dblock.core.lock.rwlock import Reads, ReadWriteLock, Writes, downgrade
 from dblock.core.lock.several import SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
-from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.reaping import Reaped
 from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import refuse_several
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
@@ -46,10 +47,6 @@ class WriteLock(Writes, Lock):
     async def adowngrade(self) -> None:
         """The asynchronous twin of `downgrade`."""
         await self._adrive(downgrade(self))
-
-
-class ReadWriteLock(NoLock[ReadLock, WriteLock]):
-    """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
 
 class DbLock:
@@ -121,7 +118,7 @@ class DbLock:
 db_lock = DbLock()
 
 
-def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
+def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock[ReadLock, WriteLock]:
     """A read-write lock on `key`: `read()` and `write()` make the locks, which are used as those of `db_lock`.
 
     Who waits is served first come, first served; readers that wait side by side enter together. A thread or task that
@@ -318,20 +315,16 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
     By default as long as DBLOCK["RETENTION"] (one hour) says. Safe to run at any time, any number of times at once.
     """
-    return reaped(retention, using).locks
+    return drive(reaping(retention, using)).locks
 
 
 async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
     """The asynchronous twin of `reap`."""
-    return (await adrive(_reaping(retention, using))).locks
+    return (await adrive(reaping(retention, using))).locks
 
 
-def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
-    """Reap, and say how many rows of which table there were."""
-    return drive(_reaping(retention, using))
-
-
-def _reaping(retention: Seconds | None, using: str | None) -> Steps[reaping.Reaped]:
+def reaping(retention: Seconds | None, using: str | None) -> Steps[Reaped]:
+    """The steps of `reap`."""
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
     return reap_and_report(store, seconds, Lock)

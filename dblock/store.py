@@ -20,18 +20,11 @@ from django.db.utils import InterfaceError, NotSupportedError, ProgrammingError
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location, valid_alias
 from dblock.core import runtime
-from dblock.core.errors import (
-    LockError,
-    LockTimeout,
-    PoolExhausted,
-    StoreLocked,
-    StoreUnreachable,
-    UnsupportedDatabase,
-)
+from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements import dialect_for
 from dblock.core.statements.base import perform
 from dblock.drivers.listening import PsycopgSubscription, subscribed
 from dblock.drivers.literals import inlined
@@ -48,15 +41,12 @@ class DjangoStore(BaseStore):
     """The database of one alias."""
 
     _rename_tables = "give dblock's other names, with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']"
-    _paramstyle = "pyformat"
+    # No RuntimeError, by which pytest-django says that a test may not use the database.
+    _connect_errors = (DatabaseError, InterfaceError)
 
     def __init__(self, alias: str) -> None:
         connection = connections[valid_alias(alias)]
         vendor = connection.vendor
-        if vendor not in DIALECTS:
-            raise UnsupportedDatabase(
-                f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
-            )
         refuse_untried(vendor, connection.Database.__name__.removesuffix(".dbapi2"), f"database {alias!r}")  # type: ignore[attr-defined]
         tables = conf.tables()
         _ = (
@@ -79,13 +69,9 @@ class DjangoStore(BaseStore):
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"
         if not apps.is_installed("dblock"):
             self._create_table = f"add 'dblock' to INSTALLED_APPS and {self._create_table}"
-        pool = DjangoPool(alias)
-        self._source: DjangoPool | DjangoSQLite = pool
-        if vendor == "sqlite":
-            self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
+        self._source: DjangoPool = DjangoSQLite(alias) if vendor == "sqlite" else DjangoPool(alias)
+        self._paramstyle = "named" if vendor == "sqlite" else "pyformat"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
-        # No RuntimeError, by which pytest-django says that a test may not use the database.
-        self._connect_errors = (PoolExhausted, StoreUnreachable, DatabaseError, InterfaceError, *self._errors)
         dbapi = connection.Database  # type: ignore[attr-defined]
         self._mistakes = (ProgrammingError, NotSupportedError, dbapi.ProgrammingError, dbapi.NotSupportedError)
 
@@ -113,7 +99,7 @@ class DjangoStore(BaseStore):
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
+        if not conf.settings().LISTEN:
             return None
         return subscribed(self, self._source, PsycopgSubscription, channel, wakeups)
 
@@ -202,10 +188,7 @@ def store_for(alias: str) -> DjangoStore:
 
 def stores_for(using: str | None) -> list[DjangoStore]:
     """That of the alias; without one all that have been asked for."""
-    if using is not None:
-        return [store_for(using)]
-    store_override = runtime.current.store_override
-    return list(_stores.values()) if store_override is None else [store_override]
+    return [store_for(alias) for alias in (list(_stores) if using is None else [using])]
 
 
 _stores: dict[str, DjangoStore] = {}

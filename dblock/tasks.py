@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from dblock.kinds import reaped
+from dblock.core.protocol.drive import drive
+from dblock.kinds import reaping
 from dblock.place import default_alias
 
 
@@ -20,4 +21,4 @@ def reap_expired(using: str | list[str] | None = None, retention: float | None =
         retention: seconds; DBLOCK["RETENTION"] by default.
     """
     aliases = [using or default_alias()] if using is None or isinstance(using, str) else using
-    return {alias: reaped(retention, alias)._asdict() for alias in aliases}
+    return {alias: drive(reaping(retention, alias))._asdict() for alias in aliases}

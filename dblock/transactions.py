@@ -19,7 +19,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.connections import leave_to_parent
+from dblock.connections import of_parents
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Hold, nobody
 from dblock.core.lock.leaving import finish
@@ -155,7 +155,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
 
 
 def _after_fork_in_child() -> None:
-    leave_to_parent()
+    of_parents.extend(caller.connection for caller in connections.all(initialized_only=True))
     _joined.clear()
     _waiting.clear()  # what waits is the parent's to give back
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:  # where type checkers find the names of `__all__`
     from dblock.core.observing.observers import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
+    from dblock.majority.locks import AsyncQuorumLock, QuorumLock
     from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.kinds import *
     from sqlalchemy_dblock.place import AsyncLock, Lock
-    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
+    from sqlalchemy_dblock.quorum import db_quorum_lock
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
@@ -83,7 +84,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("AsyncLock", "Lock"), "sqlalchemy_dblock.place"),
+    **dict.fromkeys(__all__, "sqlalchemy_dblock.kinds"),
+    **dict.fromkeys(vars(_errors), "dblock.core.errors"),
     **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
     **dict.fromkeys(("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"), "sqlalchemy_dblock.quorum"),
     **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
@@ -93,7 +95,7 @@ _HOMES = {
     "Sequencer": "dblock.core.tokens",
     "observe": "dblock.core.observing.observers",
 }
-"""Modules of the names that are neither errors nor in `sqlalchemy_dblock.kinds`; loaded when a name is used."""
+"""Modules of the names, loaded when a name is used."""
 
 
 if not TYPE_CHECKING:  # type checkers see every name
@@ -101,9 +103,7 @@ if not TYPE_CHECKING:  # type checkers see every name
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        is_error = hasattr(_errors, name)
-        home = _errors if is_error else importlib.import_module(_HOMES.get(name, "sqlalchemy_dblock.kinds"))
-        value = globals()[name] = getattr(home, name)
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 
 

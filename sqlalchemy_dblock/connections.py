@@ -16,12 +16,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
 from types import NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
-from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime, timing
@@ -32,9 +31,6 @@ from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
 from dblock.drivers.tls import Tls
-
-_opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
-"""The connection of the lock that is being opened."""
 
 T = TypeVar("T")
 
@@ -50,15 +46,14 @@ class EnginePool(AutocommitPool):
         super().__init__(_most(engine), keep, local=local, loop=loop)
         runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
-        self._source = _source(engine)
+        self._theirs = engine.pool._invoke_creator, engine.pool.dispatch
+        """What opens connections of the engine's own pool, and the pool's events."""
         self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
-        self._changed: dict[str, tuple[Any, Any]] = {}
-        """The driver's options that were changed for the last opening: the application's value, and the lock's."""
         self._tls = Tls()
         if not local:
-            event.listen(engine, "do_connect", self._set_options)
+            event.listen(engine, "do_connect", self._connect)
 
     def open(self, connection: PooledConnection) -> None:
         """Open it as the engine's pool does."""
@@ -77,10 +72,16 @@ class EnginePool(AutocommitPool):
 
         engine = self._engine()
         if engine is not None:  # the application may have registered event handlers meanwhile
-            self._source = _source(engine)
-        opening = _opening.set(connection)
-        try:
-            fairy = self._source.connect()
+            self._theirs = engine.pool._invoke_creator, engine.pool.dispatch
+        create, dispatch = self._theirs
+
+        def creator(rec: ConnectionPoolEntry) -> Any:
+            rec.info["dblock"] = connection
+            connection.raw = create(rec)  # at once: SQLAlchemy drops it if a listener of `connect` fails
+            return connection.raw
+
+        try:  # in a pool without limits: an opening that hangs delays no other
+            fairy = NullPool(creator, dialect=self._dialect, _dispatch=dispatch).connect()
             driver: Any = fairy.driver_connection
             fairy.detach()
             self._tls.opened(driver)
@@ -92,23 +93,21 @@ class EnginePool(AutocommitPool):
         except BaseException:
             self._tls.forget()
             raise
-        finally:
-            _opening.reset(opening)
 
-    def _set_options(self, dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
-        """Change the driver's options for a connection of the lock alone, also where SQLAlchemy keeps them."""
-        for name, (theirs, ours) in self._changed.items():
-            if options.get(name) == ours:
-                options[name] = theirs
-                if theirs is None:
-                    del options[name]
-        opening = _opening.get()
-        if opening is not None:
-            from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
+    def _connect(self, dialect: Dialect, record: Any, positional: list[Any], options: dict[str, Any]) -> Any:
+        """Connect with options of the driver for the lock alone, if a connection of the lock is being opened."""
+        opening: PooledConnection | None = record and record.info.get("dblock")
+        if opening is None:
+            return None
+        from dblock.drivers import sessions  # noqa: PLC0415 - with the first connection
 
-            changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
-            self._changed = {name: (options.get(name), ours) for name, ours in changed.items()}
-            options |= changed
+        changed = sessions.options(dialect.driver, options, opening.purpose) | self._tls.options(options)
+        ours = options | changed  # SQLAlchemy 2.0 has one dictionary for all connections
+        listeners = list(dialect.dispatch.do_connect)
+        for listen in listeners[listeners.index(self._connect) + 1 :]:  # which SQLAlchemy will not ask any more
+            if (made := listen(dialect, record, positional, ours)) is not None:
+                return made
+        return dialect.connect(*positional, **ours)
 
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         """Do the work in a thread, or in a task of the connection's event loop."""
@@ -124,8 +123,7 @@ class EnginePool(AutocommitPool):
             self._close(connection, broken=True)
 
     def _begin(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
-        loop = asyncio.get_running_loop()
-        task = plain_task(greenlet_spawn(work, connection), loop)
+        task = plain_task(greenlet_spawn(work, connection))
         self._tasks.add(task)
 
         def ended(_: object) -> None:
@@ -142,11 +140,8 @@ class EnginePool(AutocommitPool):
         """
         loop: Any = connection.loop
         here = loop is self.loop()
-        if here and not broken and self._dialect.driver != "asyncpg":
+        if loop is None or (here and not broken and self._dialect.driver != "asyncpg"):
             self._dialect.do_close(connection.raw)
-            return
-        if loop is None:
-            self._dialect.do_terminate(connection.raw)
             return
         driver = connection.raw.driver_connection
         if hasattr(driver, "stop"):  # aiosqlite's thread, which replies to the running loop
@@ -167,19 +162,6 @@ class EnginePool(AutocommitPool):
             super().wait(waiter, seconds)
 
 
-def _source(engine: Engine) -> NullPool:
-    """A pool that opens connections as the engine's does. It has no limits: an opening that hangs delays no other."""
-    create = engine.pool._invoke_creator
-
-    def creator(rec: ConnectionPoolEntry) -> Any:
-        raw = create(rec)  # which SQLAlchemy drops without closing it if a listener of `connect` fails
-        if (connection := _opening.get()) is not None:
-            connection.raw = raw
-        return raw
-
-    return NullPool(creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
-
-
 def _end(driver: Any) -> None:
     """Close an asynchronous connection at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
     if hasattr(driver, "pgconn"):
@@ -193,28 +175,22 @@ class InMemory:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._static: PoolProxiedConnection | None = None
         self._out = weakref.WeakSet[PooledConnection]()
         self._mutex = threading.RLock()
-        event.listen(engine, "engine_disposed", self._forget)
 
     def take(self, until: float, *, critical: bool) -> PooledConnection:
         """The connection that the caller in this thread also uses; one statement of the lock at a time on it."""
-        connection = PooledConnection()
-        if not isinstance(self._engine.pool, StaticPool):
-            fairy = connection.lent = self._engine.raw_connection()
-        else:  # one connection for all threads: never checked in from here, since that would roll back for all
+        connection, pool = PooledConnection(), self._engine.pool
+        known: Any
+        if isinstance(pool, StaticPool):  # one connection for all threads: its return to the pool rolls back for all
+            known = pool._do_get()
             while not self._enter(connection):
                 if clock.now() > until:
                     raise PoolExhausted("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
-            try:
-                fairy = self._static = self._static or self._engine.raw_connection()
-            except BaseException:
-                self.give(connection)
-                raise
-        driver: Any = fairy.driver_connection
-        connection.raw, connection.commits = fairy.dbapi_connection, not driver.in_transaction
+        else:
+            known = connection.lent = self._engine.raw_connection()
+        connection.raw, connection.commits = known.dbapi_connection, not known.driver_connection.in_transaction
         return connection
 
     def give(self, connection: PooledConnection) -> None:
@@ -237,16 +213,12 @@ class InMemory:
                 self._out.add(connection)
         return free
 
-    def _forget(self, _: Engine) -> None:
-        self._static = None
-
 
 def source_for(engine: Engine) -> EnginePool | InMemory:
     """The lock's connections for an engine, one for all options of its stores."""
-    kept = vars(engine)
-    if "_dblock_source" not in kept:
-        _ = kept.setdefault("_dblock_source", InMemory(engine) if is_in_memory(engine) else EnginePool(engine))
-    source: EnginePool | InMemory = kept["_dblock_source"]
+    if "_dblock_source" not in vars(engine):
+        _ = vars(engine).setdefault("_dblock_source", InMemory(engine) if is_in_memory(engine) else EnginePool(engine))
+    source: EnginePool | InMemory = vars(engine)["_dblock_source"]
     return source
 
 

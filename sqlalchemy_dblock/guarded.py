@@ -25,31 +25,28 @@ class _OfGiven(BaseGuarded[T]):
 
     def __init__(self, lock: Any, given: Any) -> None:
         super().__init__(lock)
-        self._given, asynchronous = given, self._asynchronous
-        made = getattr(given, "class_", None)  # by a sessionmaker
-        if made is not None:
-            fits = hasattr(made, "sync_session_class") == asynchronous
-        elif isinstance(getattr(given, "sync_engine", given), Engine):
-            fits = hasattr(given, "sync_engine") == asynchronous
-        else:
-            # A registry is not asked: where functions are decorated, there is no task yet whose session it would give.
-            sessions = hasattr(given, "get_bind") and not isinstance(given, type | Connection)
-            fits = sessions and hasattr(given, "stream") == asynchronous  # no Session has that
-        self._makes = fits and not hasattr(given, "get_bind")
-        if not fits:
+        self._given, made = given, getattr(given, "class_", given)  # of a sessionmaker: the class of its sessions
+        # A registry is not asked: where functions are decorated, there is no task yet whose session it would give.
+        is_session = hasattr(given, "get_bind") and not isinstance(given, type)
+        self._makes = made is not given or isinstance(getattr(given, "sync_engine", given), Engine)
+        asynchronous = hasattr(made, "stream") or hasattr(made, "sync_engine")
+        if not (self._makes or is_session) or asynchronous != self._asynchronous:
             its = (
                 "AsyncEngine, its async_sessionmaker or AsyncSession"
-                if asynchronous
+                if self._asynchronous
                 else "Engine, its sessionmaker or Session"
             )
             raise TypeError(f"begin() of this lock takes an {its}, of the lock's database, not {type(given).__name__}")
 
     def _session(self) -> Any:
+        """What was given, or the registry's session of this thread or task; None of what makes sessions."""
+        if self._makes:
+            return None
         return self._given.registry() if hasattr(self._given, "registry") else self._given
 
     def _refuse(self) -> None:
         """Raise InvalidRequestError for a session whose transaction is open already, or that of its Connection."""
-        session = None if self._makes else self._session()
+        session = self._session()
         bind = getattr(self._given, "kw", {}).get("bind") if session is None else session.bind
         bind = getattr(bind, "sync_connection", bind)
         if isinstance(bind, Connection) and bind.in_transaction():
@@ -64,13 +61,6 @@ class _OfGiven(BaseGuarded[T]):
                 "sessionmaker"
             )
 
-    def _transaction(self) -> tuple[Any, Any]:
-        """A transaction that is to begin, and its session, which a factory makes only then."""
-        if self._makes:
-            return self._given.begin(), None
-        session = self._session()
-        return session.begin(), session
-
     def _refuse_function(self) -> None:
         """Raise TypeError where a decorated function could not get at its session."""
         if self._makes:
@@ -84,8 +74,8 @@ class Begun(_OfGiven[T], Guarded[T]):
     """A lock, and a transaction of its database that is guarded by it: a `with`, which gives the session."""
 
     def _begin(self, holds: list[Hold]) -> Generator[T]:
-        transaction, session = self._transaction()
-        with transaction as begun, _uncommitted(_connection(session or begun)):
+        session = self._session()
+        with (session or self._given).begin() as begun, _uncommitted(_connection(session or begun)):
             self._lock.guard(session or begun)
             yield session or begun
             self._committing(holds)
@@ -98,8 +88,8 @@ class AsyncBegun(_OfGiven[T], AsyncGuarded[T]):
 
     @asynccontextmanager
     async def _begin(self, holds: list[Hold]) -> AsyncGenerator[T]:
-        transaction, session = self._transaction()
-        async with transaction as begun:
+        session = self._session()
+        async with (session or self._given).begin() as begun:
             with _uncommitted(await in_greenlet_of_its_own(_connection, session or begun)):
                 await self._lock.guard(session or begun)
                 yield session or begun
@@ -120,10 +110,7 @@ def _uncommitted(connection: Connection) -> Generator[None]:
     Nor does an error of the lock come out of such a body, since it would say that nothing was committed.
     """
     commits: list[Connection] = []
-
-    def note(committing: Connection) -> None:
-        commits.append(committing)
-
+    note = commits.append
     event.listen(connection, "commit", note)  # a session's body may also commit by its connection
     error: LockError | None = None
     try:

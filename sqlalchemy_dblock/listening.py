@@ -25,45 +25,37 @@ async def _until_readable(descriptor: int, seconds: float) -> bool:
         _ = loop.remove_reader(descriptor)
 
 
-def _readable(descriptor: int, seconds: float) -> bool:
-    return await_only(_until_readable(descriptor, seconds))
-
-
 class AsyncpgSubscription:
     """Receives the messages of one channel, on asyncpg's connection."""
 
     def __init__(self, connection: Any, channel: str, ask: Ask, close: Close) -> None:
         self._connection, self.ask, self.close = connection, ask, close
-        self._heard: list[str] = []
-        self._something = asyncio.Event()
-        connection.add_termination_listener(lambda _: self._something.set())
-        await_only(connection.add_listener(channel, self._hear))
-
-    def _hear(self, connection: Any, process: int, channel: str, payload: str) -> None:
-        self._heard.append(payload)
-        self._something.set()
+        self._heard = asyncio.Queue[str]()
+        connection.add_termination_listener(lambda _: self._heard.put_nowait(""))
+        await_only(connection.add_listener(channel, lambda *message: self._heard.put_nowait(message[-1])))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
         return await_only(self._listen(seconds))
 
     async def _listen(self, seconds: float) -> list[str]:
+        heard = list[str]()
         try:
             async with asyncio.timeout(seconds):
-                _ = await self._something.wait()
+                heard.append(await self._heard.get())
         except TimeoutError:
             pass
         if self._connection.is_closed():
             raise ConnectionError("the connection that listens is closed")
-        self._something.clear()
-        heard, self._heard = self._heard, []
-        return heard
+        return [*heard, *(self._heard.get_nowait() for _ in range(self._heard.qsize()))]
 
 
 SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Ask, Close], Subscription]] = {
     ("psycopg", False): PsycopgSubscription,
     ("psycopg2", False): PsycopgSubscription,
-    ("psycopg", True): partial(PsycopgSubscription, wait=await_only, readable=_readable),
+    ("psycopg", True): partial(
+        PsycopgSubscription, wait=await_only, readable=lambda *given: await_only(_until_readable(*given))
+    ),
     ("asyncpg", True): AsyncpgSubscription,
 }
 """The subscription classes, by the name of SQLAlchemy's driver and whether it is asynchronous."""

@@ -182,8 +182,6 @@ class AsyncGuards(Operations):
 class Lock(Begins, Guards, SyncLock):
     """A lock over the database of an Engine; made by `db_lock`."""
 
-    _place: EnginePlace
-
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)
         if self.options.interrupt:
@@ -192,8 +190,6 @@ class Lock(Begins, Guards, SyncLock):
 
 class AsyncLock(AsyncBegins, AsyncGuards, CoreAsyncLock):
     """A lock over the database of an AsyncEngine, with coroutines for methods; made by `db_lock`."""
-
-    _place: EnginePlace
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)

@@ -14,14 +14,14 @@ from sqlalchemy import URL, Engine, exc
 from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
-from dblock.core.errors import PoolExhausted, StoreUnreachable, SynchronousOnlyOperation, UnsupportedDatabase
+from dblock.core.errors import SynchronousOnlyOperation
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.store import Subscription
-from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements import dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_history, valid_quarantine, valid_reaping, valid_tables
 from dblock.core.values import Seconds
@@ -75,11 +75,12 @@ class EngineStore(BaseStore):
         "give dblock's other names, with metadata_for(prefix=, schema=) and the execution options dblock_prefix and "
         "dblock_schema of the engine"
     )
+    # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to one of
+    # them, and PyMySQL reports a missing package.
+    _connect_errors = (exc.SQLAlchemyError, RuntimeError)
 
     def __init__(self, engine: Engine, options: Options) -> None:
         name, tables = engine.dialect.name, options.tables
-        if name not in DIALECTS:
-            raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
         self.database = Database(
@@ -112,18 +113,14 @@ class EngineStore(BaseStore):
         # PyMySQL and its kin announce `format` but take names as well.
         self._paramstyle = "named" if name == "sqlite" else "pyformat" if style == "format" else style
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
-        # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to
-        # one of them, and PyMySQL reports a missing package.
-        self._connect_errors = (PoolExhausted, StoreUnreachable, *self._errors, exc.SQLAlchemyError, RuntimeError)
         dbapi = engine.dialect.loaded_dbapi
         self._mistakes = (dbapi.ProgrammingError, dbapi.NotSupportedError, *_MISTAKES)
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
-        """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
-        make: Any = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
-        by_kill_query = self.database.dialect.sleep_until_killed is not None
-        if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
+        """Listen on a connection of its own; None behind a pooler, or if it is switched off."""
+        if not self._listens or not isinstance(self._source, EnginePool):
             return None
+        make: Any = SUBSCRIPTIONS.get((self._driver, self.asynchronous))  # None where KILL QUERY notifies
         return subscribed(self, self._source, make, channel, wakeups)
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:

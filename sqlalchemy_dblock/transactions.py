@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event, text
 from sqlalchemy.exc import DBAPIError, MissingGreenlet, UnboundExecutionError
+from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
@@ -24,9 +25,9 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.drivers.literals import inlined
 from sqlalchemy_dblock.store import EngineStore
 
-_Kept = tuple[Hold, "weakref.ref[Any]"]
-"""A hold, and the reference to the transaction that keeps it."""
-_waiting: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
+_ENDS = ("after_commit", "after_rollback", "after_transaction_end")
+_waiting: weakref.WeakKeyDictionary[Any, list[Hold]] = weakref.WeakKeyDictionary()
+"""The holds that each transaction keeps."""
 
 
 def valid_session(session: Any, *, asynchronous: bool) -> Any:
@@ -44,55 +45,36 @@ def valid_session(session: Any, *, asynchronous: bool) -> Any:
 def keep_until_end(hold: Hold, session: Any) -> bool:
     """Keep a hold until the session's transaction has ended; False if none is open."""
     sync_session = getattr(session, "sync_session", session)
-    if not sync_session.in_transaction():
-        return False
     transaction = sync_session.get_transaction()
+    if transaction is None:
+        return False
     if all(kept_by() is not transaction for kept_by in hold.kept_by):
-        waiting = _waiting.get(sync_session)
-        if waiting is None:
-            waiting = _waiting[sync_session] = []
-            _ = weakref.finalize(sync_session, _dropped, waiting)
-            for over in ("after_commit", "after_rollback", "after_transaction_end"):
-                event.listen(sync_session, over, _over)
-        kept_by = weakref.ref(transaction)
-        if all(each is not hold for each, _ in waiting):  # else an interrupted call has added it
-            waiting.append((hold, kept_by))
-        hold.kept_by = (*hold.kept_by, kept_by)
+        if not event.contains(sync_session, _ENDS[-1], _over):
+            for end in _ENDS:
+                event.listen(sync_session, end, _over)
+        waiting = _waiting.setdefault(transaction, [])
+        if hold not in waiting:  # else an interrupted call has added it
+            waiting.append(hold)
+        hold.kept_by = (*hold.kept_by, weakref.ref(transaction))
     return True
 
 
-def _dropped(waiting: list[_Kept]) -> None:
-    """Handle a session that was dropped during its transaction: stop renewing holds that no code can release."""
-    for hold, _ in waiting:
-        if not hold.can_be_released:
-            hold.lease.renewing = False
-
-
 def _over(session: Any, ended: Any = None) -> None:
-    savepoint = session.in_nested_transaction() if ended is None else ended.parent is not None
-    if not savepoint:
-        _give_back(session)
-
-
-def _give_back(session: Any) -> None:
-    waiting = _waiting.get(session, [])  # none in a forked child, as the session is its parent's
-    kept, waiting[:] = list(waiting), []
-    for hold, ended in kept:  # first: if an interrupt comes, their leases expire
-        hold.kept_by = tuple(nobody if kept_by is ended else kept_by for kept_by in hold.kept_by)
-    for hold, _ in kept:
-        if not hold.deferred:  # by a transaction of another session
-            _finish(hold)
-
-
-def _finish(hold: Hold) -> None:
-    steps = finish(hold)
-    try:
-        if hold.store.asynchronous:
-            await_only(adrive(steps))
-        else:
-            drive(steps)
-    except (LockError, MissingGreenlet) as error:
-        warn("could not release %r when the transaction ended: %s", hold.shown, error)
+    """Release what the transaction that has ended alone has kept; a savepoint, which may be it, keeps nothing."""
+    ended = ended or session.get_nested_transaction() or session.get_transaction()
+    kept = _waiting.pop(ended, [])  # nothing in a forked child, as the session is its parent's
+    for hold in kept:  # first: if an interrupt comes, their leases expire
+        hold.kept_by = tuple(nobody if kept_by() is ended else kept_by for kept_by in hold.kept_by)
+    for hold in kept:
+        if hold.deferred:  # by a transaction of another session
+            continue
+        try:
+            if hold.store.asynchronous:
+                await_only(adrive(finish(hold)))
+            else:
+                drive(finish(hold))
+        except (LockError, MissingGreenlet) as error:
+            warn("could not release %r when the transaction ended: %s", hold.shown, error)
 
 
 def connection_of(given: Any) -> Connection:
@@ -119,12 +101,6 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
             "guard(): the lock lives in another database, which this connection cannot keep: take one of this database "
             "(another host name or port counts as another: give both the same)"
         )
-    autocommit = ValueError(
-        "guard() keeps the lock until the transaction ends, and in autocommit mode there is none: give it another "
-        "isolation_level"
-    )
-    if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
-        raise autocommit
     if not store.pins:
         return [(True,)]
     if isinstance(connection.get_transaction(), TwoPhaseTransaction) and not store.database.dialect.pins_prepared:
@@ -138,25 +114,22 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
             rows = connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:
         raise store.error(error.orig or error, step) from error.orig
-    if _driver_commits(connection.connection.driver_connection):
-        raise autocommit
+    if _commits_each(connection.connection):
+        raise ValueError(
+            "guard() keeps the lock until the transaction ends, and in autocommit mode there is none: give it another "
+            "isolation_level"
+        )
     return list(rows)
 
 
-def _driver_commits(driver: Any) -> bool:
-    """Whether the driver itself is in autocommit mode, by `connect_args` or a listener of the application."""
+def _commits_each(lent: PoolProxiedConnection) -> bool:
+    """Whether the driver is in autocommit mode: by an isolation level, `connect_args` or a listener."""
+    driver: Any = lent.driver_connection
     if hasattr(driver, "get_autocommit"):  # PyMySQL and its kin
         return bool(driver.get_autocommit())
     if hasattr(driver, "in_transaction"):  # sqlite3, where a listener may send BEGIN
         return driver.isolation_level is None and not driver.in_transaction
-    return getattr(driver, "autocommit", False) is True
-
-
-def _default_level(connection: Connection) -> str | None:
-    level: str | None = connection.engine.get_execution_options().get(
-        "isolation_level", getattr(connection.dialect, "_on_connect_isolation_level", None)
-    )
-    return level
+    return getattr(lent.dbapi_connection, "autocommit", False) is True  # of asyncpg only its adapter has it
 
 
 def _place(engine: Engine) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from celery import shared_task
 
+from dblock.core.protocol.drive import drive
 from dblock.core.values import Seconds
 
 
@@ -23,9 +24,9 @@ def reaper(engine: Any, *, retention: Seconds = 3600.0) -> Any:
     @shared_task(name="dblock.reap_expired")  # type: ignore[untyped-decorator]
     def reap_expired(retention: Seconds = retention) -> dict[str, dict[str, int]]:
         """Delete the rows that nobody has held for `retention` seconds; how many there were, by database and table."""
-        from sqlalchemy_dblock.kinds import reaped  # noqa: PLC0415 - needs SQLAlchemy
+        from sqlalchemy_dblock.kinds import reaping  # noqa: PLC0415 - needs SQLAlchemy
 
         found = engine() if callable(engine) else engine
-        return {str(found.url.database): reaped(found, retention)._asdict()}
+        return {str(found.url.database): drive(reaping(found, retention))._asdict()}
 
     return reap_expired

@@ -1,4 +1,4 @@
-"""The drivers that the lock is tested with. It refuses other drivers before it connects.
+"""The databases and drivers that the lock is tested with. It refuses others before it connects.
 
 A driver decides which text goes to the server, what a row count means, and which error means a lost connection. With a
 driver that differs in these, a fence may be wrong or a mistake may look like an outage.
@@ -23,7 +23,9 @@ _SAME: Final = {"psycopg_async": "psycopg", "pysqlite": "sqlite3"}
 
 
 def refuse_untried(vendor: str, driver: str, where: str) -> None:
-    """Raise UnsupportedDatabase for any other driver; `where` names its owner in the message."""
+    """Raise UnsupportedDatabase for any other database or driver; `where` names its owner in the message."""
+    if vendor not in TRIED:
+        raise UnsupportedDatabase(f"{where} speaks {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
     name = driver.lower()
     if _SAME.get(name, name) not in TRIED[vendor]:
         tried = ", ".join(TRIED[vendor])

@@ -9,8 +9,8 @@ from dblock.core.values import LockInfo
 from dblock.majority.base import BaseQuorumLock
 
 
-class SyncQuorumLock(BaseQuorumLock, SyncLock):
-    """A majority lock whose methods block the calling thread.
+class QuorumLock(BaseQuorumLock, SyncLock):
+    """A lock that is held in a majority of several databases; made by `db_quorum_lock`.
 
     What asks the databases is true of a majority of them, and raises QuorumUnavailable if too few answer.
     """
@@ -24,10 +24,9 @@ class SyncQuorumLock(BaseQuorumLock, SyncLock):
 
 
 class AsyncQuorumLock(BaseQuorumLock, AsyncLock):
-    """A majority lock whose methods are coroutines; see SyncQuorumLock for what each does.
+    """A lock that is held in a majority of several databases, with coroutines for methods; see QuorumLock."""
 
-    `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
-    """
+    # `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
 
     async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:  # type: ignore[override]
         """The key's row in each database that answers, by its name."""

@@ -140,7 +140,7 @@ def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(postgresql: object) -> N
 
     assert together(partial(view, 1), partial(view, 2)) == []
     connections["pooled"].close_pool()  # type: ignore[attr-defined]
-    store_for("pooled")._source.close_all()  # type: ignore[union-attr]
+    store_for("pooled")._source.close_all()
     del connections["pooled"], connections.settings["pooled"]
 
 
@@ -182,7 +182,7 @@ def test_connections_outlive_requests(database: str, alias: str) -> None:
     connections[alias].close_if_unusable_or_obsolete()  # what Django does when request_finished is sent
     assert request_finished.receivers
     assert connections[alias].connection is None
-    assert store_for(alias)._source._idle  # type: ignore[union-attr]
+    assert store_for(alias)._source._idle
 
 
 @pytest.mark.direct
@@ -267,7 +267,7 @@ def test_a_statement_for_the_database_that_the_alias_had(
     for name, count in (("test", 1), ("real", 0)):
         with closing(sqlite3.connect(named[name])) as database:
             assert database.execute("SELECT count(*) FROM seen").fetchall() == [(count,)]
-    store._source._pool.close_all()  # type: ignore[union-attr]
+    store._source.close_all()
 
 
 @PLACE
@@ -275,11 +275,11 @@ def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(database:
     """There Django refuses to close its own, and a session would stay until the garbage collector comes."""
     with db_lock("k", using=database):
         pass
-    [*kept] = store_for(database)._source._idle  # type: ignore[union-attr]
+    [*kept] = store_for(database)._source._idle
     raws = [each.raw for each in kept]
 
     async def close() -> None:
-        store_for(database)._source.close_all()  # type: ignore[union-attr]
+        store_for(database)._source.close_all()
 
     asyncio.run(close())
     assert raws

@@ -30,7 +30,7 @@ def proxy(server: str) -> Iterator[Proxy]:
     with Proxy(port, int(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"])) as running:
         yield running
         connections[f"{server}_wire"].close()
-        store_for(f"{server}_wire")._source.close_all()  # type: ignore[union-attr]
+        store_for(f"{server}_wire")._source.close_all()
 
 
 @pytest.fixture

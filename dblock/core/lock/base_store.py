@@ -65,7 +65,7 @@ class BaseStore:
     _errors: tuple[type[BaseException], ...]
     """The driver's errors."""
     _connect_errors: tuple[type[BaseException], ...]
-    """What a source raises that has no connection: its own errors, and others' while they connect."""
+    """What is raised while connections are opened, beside errors of the driver and of the source."""
     _mistakes: tuple[type[BaseException], ...]
     """Errors that are mistakes of the client, so that retrying does not help."""
 
@@ -80,7 +80,7 @@ class BaseStore:
         until = timing.answer_by(now, step.until, critical=statement.critical)
         try:
             connection = self._source.take(until, critical=statement.critical)
-        except self._connect_errors as error:
+        except (PoolExhausted, StoreUnreachable, *self._errors, *self._connect_errors) as error:  # type: ignore[misc]
             refused = self._not_connected(error, step)
             raise refused from refused.__cause__
         if step.location is not None and step.location != connection.location:
