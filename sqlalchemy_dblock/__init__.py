@@ -15,13 +15,12 @@ if TYPE_CHECKING:  # where type checkers find the names of `__all__`
     from dblock.core.observing.observers import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
-    from dblock.majority.locks import AsyncQuorumLock, QuorumLock
     from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.kinds import *
     from sqlalchemy_dblock.place import AsyncLock, Lock
-    from sqlalchemy_dblock.quorum import db_quorum_lock
+    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
