@@ -13,9 +13,8 @@ from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.leading import AsyncLeader, SyncLeader
 from dblock.core.lock.leading import Options as LeaderOptions
 from dblock.core.lock.locks import Attaching, refuses
-from dblock.core.lock.permits import AsyncSemaphore, IsPermit
-from dblock.core.lock.permits import Semaphore as SyncSemaphore
-from dblock.core.lock.rwlock import Reads, ReadWriteLock, Writes, downgrade
+from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore
+from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.lock.several import SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import explained
@@ -47,6 +46,10 @@ class WriteLock(Writes, Lock):
     async def adowngrade(self) -> None:
         """The asynchronous twin of `downgrade`."""
         await self._adrive(downgrade(self))
+
+
+class ReadWriteLock(NoLock[ReadLock, WriteLock]):
+    """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
 
 class DbLock:
@@ -118,7 +121,7 @@ class DbLock:
 db_lock = DbLock()
 
 
-def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock[ReadLock, WriteLock]:
+def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
     """A read-write lock on `key`: `read()` and `write()` make the locks, which are used as those of `db_lock`.
 
     Who waits is served first come, first served; readers that wait side by side enter together. A thread or task that

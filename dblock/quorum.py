@@ -6,8 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Unpack
 
-from dblock.majority.locks import AsyncQuorumLock
-from dblock.majority.locks import QuorumLock as SyncQuorumLock
+from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock
 from dblock.majority.options import Options
 from dblock.place import Lock, Twins
 

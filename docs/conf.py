@@ -174,7 +174,7 @@ ELSEWHERE: Final = re.compile(
     r"(timedelta|datetime|Callable|Coroutine|Sequence|Mapping|Iterator|AsyncIterator|EllipsisType|TracebackType|Self|"
     r"Engine|AsyncEngine|ConnectionDoesNotExist|Session|AsyncSession|scoped_session|async_scoped_session|Connection|AsyncConnection|MetaData|"
     r"Table|QuerySet|Model|Update|ColumnElement)$|.*\b(CollectorRegistry|TracerProvider|MeterProvider)$|"
-    r".*\b(Attaching|Base(Lock|Leader|Semaphore)|(Async)?Guarded|Atomic|TaskOptions|Store|Identity|Pinned|How|[A-Z])$|models\."
+    r".*\b(Attaching|Base(Lock|Leader|Semaphore)|NoLock|(Async)?Guarded|Atomic|TaskOptions|Store|Identity|Pinned|How|[A-Z])$|models\."
 )
 """Names without a page: those of others (whose inventories a build does not fetch), of internal types, and of type
 variables. Any other name that leads nowhere is an error."""

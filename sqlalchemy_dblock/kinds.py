@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 
@@ -14,8 +14,9 @@ from dblock.core.lock.leading import AsyncLeader as CoreAsyncLeader
 from dblock.core.lock.leading import Options as LeaderOptions
 from dblock.core.lock.leading import SyncLeader
 from dblock.core.lock.locks import Attaching
-from dblock.core.lock.permits import AsyncSemaphore, IsPermit, Semaphore
-from dblock.core.lock.rwlock import Reads, ReadWriteLock, Writes, downgrade
+from dblock.core.lock.permits import AsyncSemaphore as CoreAsyncSemaphore
+from dblock.core.lock.permits import IsPermit, SyncSemaphore
+from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.lock.several import AsyncLocks as CoreAsyncLocks
 from dblock.core.lock.several import SyncLocks, once
 from dblock.core.observing.observers import reap_and_report
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from dblock.core.protocol.reaping import Reaped
+
+
+R = TypeVar("R")
+W = TypeVar("W")
 
 
 class ReadLock(Reads, Lock):
@@ -57,6 +62,10 @@ class AsyncWriteLock(Writes, AsyncLock):
     async def downgrade(self) -> None:
         """Hold it as a reader from now on; no other writer gets in between. Raises LockNotHeld or LockLost."""
         await self._adrive(downgrade(self))
+
+
+class ReadWriteLock(NoLock[R, W]):
+    """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
 
 @overload
@@ -209,12 +218,18 @@ class AsyncPermit(IsPermit, AsyncLock):
     """A permit of a semaphore over an AsyncEngine: a lock, with a `slot`."""
 
 
+class Semaphore(SyncSemaphore[Permit]):
+    """A semaphore over the database of an Engine; made by `db_semaphore`."""
+
+
+class AsyncSemaphore(CoreAsyncSemaphore[AsyncPermit]):
+    """A semaphore over the database of an AsyncEngine, with coroutines for methods; made by `db_semaphore`."""
+
+
 @overload
-def db_semaphore(engine: Engine, key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore[Permit]: ...
+def db_semaphore(engine: Engine, key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore: ...
 @overload
-def db_semaphore(
-    engine: AsyncEngine, key: str, permits: int = 1, **options: Unpack[Options]
-) -> AsyncSemaphore[AsyncPermit]: ...
+def db_semaphore(engine: AsyncEngine, key: str, permits: int = 1, **options: Unpack[Options]) -> AsyncSemaphore: ...
 def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **options: Any) -> Any:  # noqa: D417 - they are there
     """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
 

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.majority.locks import AsyncQuorumLock, QuorumLock
+from dblock.majority import locks as core
+from dblock.majority.locks import SyncQuorumLock
 from dblock.majority.options import Options
 from sqlalchemy_dblock.place import AsyncLock, Lock, sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+
+class QuorumLock(SyncQuorumLock):
+    """A lock that is held in a majority of the databases of several Engines; made by `db_quorum_lock`."""
+
+
+class AsyncQuorumLock(core.AsyncQuorumLock):
+    """A lock that is held in a majority of the databases of several AsyncEngines; made by `db_quorum_lock`."""
 
 
 @overload

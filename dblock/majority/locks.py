@@ -9,8 +9,8 @@ from dblock.core.values import LockInfo
 from dblock.majority.base import BaseQuorumLock
 
 
-class QuorumLock(BaseQuorumLock, SyncLock):
-    """A lock that is held in a majority of several databases; made by `db_quorum_lock`.
+class SyncQuorumLock(BaseQuorumLock, SyncLock):
+    """A majority lock whose methods block the calling thread.
 
     What asks the databases is true of a majority of them, and raises QuorumUnavailable if too few answer.
     """
@@ -24,9 +24,10 @@ class QuorumLock(BaseQuorumLock, SyncLock):
 
 
 class AsyncQuorumLock(BaseQuorumLock, AsyncLock):
-    """A lock that is held in a majority of several databases, with coroutines for methods; see QuorumLock."""
+    """A majority lock whose methods are coroutines; see SyncQuorumLock for what each does.
 
-    # `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
+    `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
+    """
 
     async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:  # type: ignore[override]
         """The key's row in each database that answers, by its name."""

@@ -27,7 +27,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.leading import BaseLeader
 from dblock.core.lock.permits import BaseSemaphore
-from dblock.core.lock.rwlock import ReadWriteLock
+from dblock.core.lock.rwlock import NoLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -45,7 +45,7 @@ STRANGER: Final = "stranger"
 """What the owner tokens of others begin with."""
 PATIENCE: Final = 5.0
 """Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
-Asked = BaseLock | BaseSemaphore[Any] | ReadWriteLock[Any, Any] | BaseLeader
+Asked = BaseLock | BaseSemaphore[Any] | NoLock[Any, Any] | BaseLeader
 """A lock, a semaphore, a read-write lock, or a candidate."""
 
 
@@ -135,10 +135,10 @@ def busy(
     label, host = valid_text(label, "label"), valid_text(host, "host")
     if hasattr(key, "_members"):
         raise TypeError("busy() takes one key: have a busy(...) of its own for each key of db_locks() or of a majority")
-    if not isinstance(key, BaseLock | BaseSemaphore | ReadWriteLock | BaseLeader):
+    if not isinstance(key, BaseLock | BaseSemaphore | NoLock | BaseLeader):
         return Busy(valid_key(key), _store(key, bind), seconds, label, host, lock=None)
     asked: Any = key
-    lock: BaseLock = asked.write() if isinstance(key, ReadWriteLock) else asked
+    lock: BaseLock = asked.write() if isinstance(key, NoLock) else asked
     if isinstance(key, BaseLeader):
         lock = asked._lock
     if isinstance(key, BaseSemaphore):

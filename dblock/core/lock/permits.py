@@ -259,7 +259,7 @@ def _entered(permits: list[Any]) -> Entered:
     return [(each, Block(hold.entries[0], hold)) for each in permits if (hold := each._hold_here()) is not None]
 
 
-class Semaphore(BaseSemaphore[P], Blocking):
+class SyncSemaphore(BaseSemaphore[P], Blocking):
     """A semaphore whose methods block the calling thread."""
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
@@ -292,9 +292,10 @@ class Semaphore(BaseSemaphore[P], Blocking):
 
 
 class AsyncSemaphore(BaseSemaphore[P], Awaiting):
-    """A semaphore whose methods are coroutines; see Semaphore for what each does."""
+    """A semaphore whose methods are coroutines; see SyncSemaphore for what each does.
 
-    # `self` may be any semaphore, so that a synchronous one can use these methods as its asynchronous twins.
+    `self` may be any semaphore, so that a synchronous one can use these methods as its asynchronous twins.
+    """
 
     async def acquire(self: BaseSemaphore[P], blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
         """Acquire `n` permits, or none; False if they were not free in time."""

@@ -35,8 +35,8 @@ class _OfReadWriteLock(BaseLock):
     _kind, _valid_key = KeyKind.READ_WRITE, staticmethod(valid_shared_key)
 
 
-class ReadWriteLock(Generic[R, W]):
-    """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
+class NoLock(Generic[R, W]):
+    """The base of both faces' `ReadWriteLock`, which is no lock itself and says so where it is used as one."""
 
     _locks_by = "read() or write()"
     """What makes its locks."""
@@ -61,7 +61,7 @@ class ReadWriteLock(Generic[R, W]):
     def __repr__(self) -> str:
         return f"<ReadWriteLock {self._key!r}>"
 
-    if not TYPE_CHECKING:  # hidden from type checkers: it is no lock itself
+    if not TYPE_CHECKING:  # hidden from type checkers
         __enter__ = __exit__ = __aenter__ = __aexit__ = __call__ = atomic = begin = refuses(
             "a read-write lock is held by a reader or a writer: use .read() or .write()"
         )
