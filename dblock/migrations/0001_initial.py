@@ -5,10 +5,10 @@ from typing import Any
 from django.db import migrations, models
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 
+import dblock.models
 from dblock import conf
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.statements import DIALECTS
-from dblock.models import ExactCharField, HistoryField, MomentField, OwnerField, table
 
 
 def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
@@ -25,7 +25,7 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
         "CREATE INDEX lock_events_of_key ON lock_events (lock_key, id)",
     ]
     if schema_editor.connection.vendor == "postgresql":
-        statements += [f"ALTER TABLE {name} SET (fillfactor = 50)" for name in ("locks", "lock_waiters")]
+        statements += [f"ALTER TABLE {table} SET (fillfactor = 50)" for table in ("locks", "lock_waiters")]
     epoch = DIALECTS[schema_editor.connection.vendor].epoch
     if epoch is not None:
         statements.append(epoch.first.sql)
@@ -57,12 +57,12 @@ def make_the_schema(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
 def whose() -> list[tuple[str, Any]]:
     """The columns that say whose a row is."""
     return [
-        ("label", ExactCharField(max_length=255, verbose_name="label")),
-        ("host", ExactCharField(max_length=255, verbose_name="host")),
+        ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
+        ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
         ("pid", models.IntegerField(verbose_name="process")),
-        ("thread", ExactCharField(max_length=255, verbose_name="thread or task")),
-        ("program", ExactCharField(max_length=255, verbose_name="program")),
-        ("celery_task_id", ExactCharField(max_length=255, verbose_name="Celery task")),
+        ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
+        ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
+        ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
     ]
 
 
@@ -83,19 +83,25 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Lock",
             fields=[
-                ("lock_key", ExactCharField(max_length=255, primary_key=True, serialize=False, verbose_name="key")),
-                ("owner", OwnerField(editable=False, max_length=64, null=True, verbose_name="owner")),  # type: ignore[misc]
+                (
+                    "lock_key",
+                    dblock.models.ExactCharField(max_length=255, primary_key=True, serialize=False, verbose_name="key"),
+                ),
+                ("owner", dblock.models.OwnerField(editable=False, max_length=64, null=True, verbose_name="owner")),  # type: ignore[misc]
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("count", models.IntegerField(verbose_name="count")),
                 ("ttl", models.FloatField(verbose_name="time to live")),
-                ("acquired_at", MomentField(verbose_name="acquired at")),
-                ("expires_at", MomentField(verbose_name="expires at")),
+                ("acquired_at", dblock.models.MomentField(verbose_name="acquired at")),
+                ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
                 *whose(),
                 ("last_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket")),
                 ("served_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket served")),
                 ("revoked_fence", models.BigIntegerField(db_default=0, verbose_name="last fence asked back")),
                 ("freed_fence", models.BigIntegerField(db_default=0, verbose_name="last fence freed")),
-                ("revocation", ExactCharField(db_default="", max_length=255, verbose_name="by whom and why")),
+                (
+                    "revocation",
+                    dblock.models.ExactCharField(db_default="", max_length=255, verbose_name="by whom and why"),
+                ),
                 ("kind", models.IntegerField(db_default=0, verbose_name="kind")),
                 ("reading", models.IntegerField(db_default=0, verbose_name="last taken to read")),
                 (
@@ -104,13 +110,13 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "awaiting_channel",
-                    ExactCharField(db_default="", max_length=63, verbose_name="channel of that holder"),
+                    dblock.models.ExactCharField(db_default="", max_length=63, verbose_name="channel of that holder"),
                 ),
             ],
             options={
                 "verbose_name": "lock",
                 "verbose_name_plural": "locks",
-                "db_table": table("locks"),
+                "db_table": dblock.models.table("locks"),
                 "permissions": (
                     ("force_release_lock", "Can end a lock that somebody holds"),
                     ("revoke_lock", "Can ask for a lock back"),
@@ -123,56 +129,61 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "owner",
-                    OwnerField(editable=False, max_length=64, primary_key=True, serialize=False, verbose_name="owner"),
+                    dblock.models.OwnerField(
+                        editable=False, max_length=64, primary_key=True, serialize=False, verbose_name="owner"
+                    ),
                 ),
-                ("lock_key", ExactCharField(max_length=255, verbose_name="key")),
+                ("lock_key", dblock.models.ExactCharField(max_length=255, verbose_name="key")),
                 ("ticket", models.BigIntegerField(verbose_name="ticket")),
                 ("ttl", models.FloatField(verbose_name="time to live")),
                 *whose(),
-                ("channel", ExactCharField(max_length=63, verbose_name="channel")),
-                ("circle", ExactCharField(db_default="", max_length=64, verbose_name="deadlock that it is in")),
+                ("channel", dblock.models.ExactCharField(max_length=63, verbose_name="channel")),
+                (
+                    "circle",
+                    dblock.models.ExactCharField(db_default="", max_length=64, verbose_name="deadlock that it is in"),
+                ),
                 ("reading", models.IntegerField(db_default=0, verbose_name="waits to read")),
-                ("joined_at", MomentField(verbose_name="joined at")),
-                ("expires_at", MomentField(verbose_name="expires at")),
+                ("joined_at", dblock.models.MomentField(verbose_name="joined at")),
+                ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
             ],
             options={
                 "verbose_name": "waiter",
                 "verbose_name_plural": "waiters",
-                "db_table": table("lock_waiters"),
+                "db_table": dblock.models.table("lock_waiters"),
             },
         ),
         migrations.CreateModel(
             name="LockEvent",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("lock_key", ExactCharField(max_length=255, verbose_name="key")),
-                ("kind", ExactCharField(max_length=64, verbose_name="what happened")),
+                ("lock_key", dblock.models.ExactCharField(max_length=255, verbose_name="key")),
+                ("kind", dblock.models.ExactCharField(max_length=64, verbose_name="what happened")),
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("seconds", models.FloatField(verbose_name="how long")),
-                ("detail", ExactCharField(max_length=255, verbose_name="detail")),
+                ("detail", dblock.models.ExactCharField(max_length=255, verbose_name="detail")),
                 *whose(),
-                ("happened_at", MomentField(verbose_name="happened at")),
+                ("happened_at", dblock.models.MomentField(verbose_name="happened at")),
             ],
             options={
                 "verbose_name": "lock event",
                 "verbose_name_plural": "lock events",
-                "db_table": table("lock_events"),
+                "db_table": dblock.models.table("lock_events"),
             },
         ),
         migrations.CreateModel(
             name="LockEpoch",
             fields=[
                 ("id", models.IntegerField(primary_key=True, serialize=False)),
-                ("server", ExactCharField(max_length=255, verbose_name="server")),
-                ("history", HistoryField(max_length=255, verbose_name="history of that server")),
-                ("since", MomentField(verbose_name="first found at")),
-                ("opens_at", MomentField(verbose_name="keys open at")),
+                ("server", dblock.models.ExactCharField(max_length=255, verbose_name="server")),
+                ("history", dblock.models.HistoryField(max_length=255, verbose_name="history of that server")),
+                ("since", dblock.models.MomentField(verbose_name="first found at")),
+                ("opens_at", dblock.models.MomentField(verbose_name="keys open at")),
                 ("floor", models.BigIntegerField(verbose_name="fence above all of earlier servers")),
             ],
             options={
                 "verbose_name": "lock epoch",
                 "verbose_name_plural": "lock epochs",
-                "db_table": table("lock_epoch"),
+                "db_table": dblock.models.table("lock_epoch"),
             },
         ),
         RunThroughTheEditor(suit_the_database, migrations.RunPython.noop, atomic=False),
