@@ -258,7 +258,8 @@ class Watchdog(Worker):
             warn("%r was never released by a thread or task that has ended", hold.shown)
             lease.renewing = False
         elif lease.renewing and not hold.can_be_released:
-            warn("nobody can release %r any more (after an interrupt, say): its lease expires", hold.shown)
+            what = "a `with` on %r was interrupted before it was left, or its session was dropped: its lease expires"
+            warn(what, hold.shown)
             lease.renewing = False  # unless its flow enters it again
         if now >= lease.acquired + hold.max_hold or (hold.loop is not None and hold.loop.is_closed()):
             lease.renewing = False
