@@ -75,9 +75,9 @@ class EnginePool(AutocommitPool):
             self._theirs = engine.pool._invoke_creator, engine.pool.dispatch
         create, dispatch = self._theirs
 
-        def creator(record: ConnectionPoolEntry) -> Any:
-            record.info["dblock"] = connection
-            connection.raw = create(record)  # at once: SQLAlchemy drops it if a listener of `connect` fails
+        def creator(rec: ConnectionPoolEntry) -> Any:
+            rec.info["dblock"] = connection
+            connection.raw = create(rec)  # at once: SQLAlchemy drops it if a listener of `connect` fails
             return connection.raw
 
         try:  # in a pool without limits: an opening that hangs delays no other
