@@ -222,7 +222,7 @@ class MemoryKeeper(Keeper):
 
     store: MemoryStore
 
-    def ensure(self) -> Any:
+    def wake(self) -> None:
         """Do nothing: no thread is needed."""
 
     def begin(self, steps: Any, **_: Any) -> None:

@@ -87,11 +87,8 @@ class Watchdog(Worker):
             self._holds[hold] = None
             self._by_key[hold.store, hold.tenure.key] = hold
             keeper = self._keepers.get(where) or self._keeper(*where)
-            if hold.loop is None and keeper.renewer is None and hold.lease.renewing:
-                try:
-                    _ = keeper.ensure()
-                except RuntimeError as error:
-                    refused = error
+            if keeper.wakes_at == math.inf and hold.loop is None and hold.lease.renewing:
+                refused = keeper.wake()
         return (self.wake() if hold.lease.due < self.wakes_at else None) or refused
 
     def discard(self, hold: Hold) -> bool:
@@ -243,8 +240,7 @@ class Watchdog(Worker):
                 busy = keeper.places or keeper.tasks or keeper.withdraws
                 if over or not (busy or any((hold.store, hold.loop) == where for hold in list(self._holds))):
                     del self._keepers[where]
-                    if keeper.renewer is not None:
-                        keeper.renewer.give(None)  # it ends
+                    keeper.over = True
         return max(soonest, 0.001)
 
     def _look(self, hold: Hold, now: float) -> float:
