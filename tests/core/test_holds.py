@@ -282,7 +282,7 @@ def store() -> Iterator[FakeStore]:
 @pytest.fixture
 def watch() -> Watchdog:
     """One beside that of the process."""
-    return Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    return Watchdog(runtime.current.flows, runtime.current.give_back, runtime.current._withdraw)
 
 
 def renewal(store: FakeStore, hold: Hold) -> Steps[None]:
