@@ -123,9 +123,8 @@ class PooledConnection:
         with contextlib.suppress(OSError):  # closed
             if self.wire is not None and os.path.sameopenfile(self.descriptor, self.wire.fileno()):
                 ours, theirs = socket.socketpair()
-                theirs.close()
-                _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
-                ours.close()
+                with ours, theirs:  # of a pair that is closed in the end
+                    _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
 
     def __del__(self) -> None:
         self.in_use.discard(id(self))
