@@ -43,12 +43,13 @@ def in_background(store: Store, steps: Steps[object]) -> Steps[None]:
         _ = background.set(False)
 
 
-def run_apart(steps: Steps[None], store: Store) -> None:
-    """Run the steps in this thread, where no event loop runs."""
+def run_apart(store: Store, steps: Steps[object]) -> None:
+    """Run the steps in this thread, where no event loop runs, as background work."""
+    work = in_background(store, steps)
     if store.asynchronous:
-        asyncio.run(adrive(steps))
+        asyncio.run(adrive(work))
     else:
-        drive(steps)
+        drive(work)
 
 
 def heartbeat(store: Store, places: Sequence[QueuePlace]) -> Steps[None]:
@@ -70,7 +71,7 @@ class Keeper(Worker):
         """`lock`: the watchdog's; `withdraw`: see `handover.withdraw`, for a store."""
         super().__init__("renewal")
         self.store, self.loop, self._lock, self._withdraw = store, loop, lock, withdraw
-        self.given: Steps[None] | None = None
+        self.given: Steps[object] | None = None
         """The renewals or heartbeats that its thread sends, or is to send."""
         self.over = False
         """Whether it has nothing more to keep, so that its thread ends."""
@@ -96,7 +97,7 @@ class Keeper(Worker):
 
     def round(self) -> float:
         if self.given is not None:
-            drive(self.given)
+            run_apart(self.store, self.given)
             self.given = None
         return math.inf if self.over else clock.now() + timing.DEFAULT.attention
 
@@ -121,15 +122,14 @@ class Keeper(Worker):
 
     def begin(self, steps: Steps[object], *, long: bool = False) -> None:
         """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
-        work = in_background(self.store, steps)
         try:
             if self.loop is not None:
-                self.tasks.add(work)
-                self.loop.call_soon_threadsafe(self._begin_task, work)
+                self.tasks.add(steps)
+                self.loop.call_soon_threadsafe(self._begin_task, steps)
             elif long or self.given is not None:
-                _ = start(partial(run_apart, work, self.store), "housekeeping" if long else "renewal")
+                _ = start(partial(run_apart, self.store, steps), "housekeeping" if long else "renewal")
             else:
-                self.given = work
+                self.given = steps
                 if (refused := self.wake()) is not None:
                     self.given = None
                     raise refused
@@ -137,8 +137,8 @@ class Keeper(Worker):
             steps.close()  # they are not going on
             warn("cannot work in the background for %s, trying again: %s", self.store.name, error)
 
-    def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
-        task = plain_task(adrive(steps, undisturbed=undisturbed), self.loop)
+    def _begin_task(self, steps: Steps[object], *, undisturbed: bool = False) -> None:
+        task = plain_task(adrive(in_background(self.store, steps), undisturbed=undisturbed), self.loop)
         self.tasks.add(task)
         self.tasks.discard(steps)
         task.add_done_callback(self.tasks.discard)
@@ -152,7 +152,7 @@ class Keeper(Worker):
                 if self.loop is None:
                     self.begin(steps, long=True)
                 else:
-                    self._begin_task(in_background(self.store, steps), undisturbed=True)
+                    self._begin_task(steps, undisturbed=True)
 
     def withdraw_all(self) -> Steps[None]:
         """Delete places until there are no more."""

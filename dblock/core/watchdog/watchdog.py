@@ -40,11 +40,10 @@ from dblock.core.holding.flow import Flows, Hold
 from dblock.core.log import warn
 from dblock.core.observing.events import Kind
 from dblock.core.observing.observers import observers, tell_of
-from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.watchdog.keeper import Keeper, Withdraw, in_background, run_apart
+from dblock.core.watchdog.keeper import Keeper, Withdraw, run_apart
 from dblock.core.watchdog.renewals import renew
 from dblock.core.worker import Worker
 
@@ -312,11 +311,11 @@ class Watchdog(Worker):
         """Release the holds, delete places, and write the history."""
         for store in dict.fromkeys(hold.store for hold in holds):
             of_store = [hold for hold in holds if hold.store is store]
-            run_apart(in_background(store, self._give_back(store, of_store)), store)
+            run_apart(store, self._give_back(store, of_store))
         while self._unfinished:  # by another thread; `close` does not wait for long
             for store, _, steps in self.histories.begin() if self.histories else ():
-                run_apart(steps, store)
+                run_apart(store, steps)
             for (store, loop), keeper in list(self._keepers.items()):
                 if loop is None:
-                    drive(in_background(store, keeper.withdraw_all()))
+                    run_apart(store, keeper.withdraw_all())
             time.sleep(0.005)
