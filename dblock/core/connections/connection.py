@@ -63,7 +63,7 @@ class PooledConnection:
     raw: Any = None
     prepared: Callable[[Execute], Rows] | None = None
     """Runs statements in a faster way than the driver's cursor; None: by the cursor."""
-    loop: object = None
+    loop: Any = None
     """Its event loop, for asynchronous drivers."""
     location: object = None
     """The database that it was opened to, if its pool may change that (see `Store.location`)."""

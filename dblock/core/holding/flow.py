@@ -313,7 +313,7 @@ class Hold:
     @property
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
-        return bool(self.kept_by) and any(transaction() is not None for transaction in self.kept_by)
+        return any(transaction() is not None for transaction in self.kept_by)
 
     def exchange(self, grant: Grant) -> Grant:
         """Hold another tenure, a reader's, in place of its own, which is returned, and is to be released."""
@@ -369,4 +369,4 @@ class Hold:
     @property
     def can_be_released(self) -> bool:
         """Whether any code, or the end of a transaction, can still release it."""
-        return self.deferred or any(entry.lock is not None for entry in self.entries)
+        return self.deferred or bool(self.open_entries())
