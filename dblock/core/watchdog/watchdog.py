@@ -74,7 +74,7 @@ class Watchdog(Worker):
         self._keepers: dict[Where, Keeper] = {}
         self.histories: Any = None
         """The events to write, `dblock.operating.history.Histories`; None if no store keeps a history."""
-        self._ending: tuple[list[Hold], threading.Event] | None = None
+        self._ending: tuple[dict[Store, list[Hold]], threading.Event] | None = None
         """The holds to release at the end of the process, and what is set when that is done."""
 
     # -- for the flows
@@ -292,13 +292,13 @@ class Watchdog(Worker):
 
         A thread that may still be at work keeps its holds: they are renewed until the process ends, and then expire.
         """
-        mine, holds, ended = self._flows.current(), list[Hold](), threading.Event()
+        mine, holds, ended = self._flows.current(), defaultdict[Store, list[Hold]](list), threading.Event()
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
             driver = None if flow is None else flow.driver()
             if hold.lease.loss is None and (driver is None or driver is mine or driver.ended()):
                 _ = self.discard(hold)
-                holds.append(hold)
+                holds[hold.store].append(hold)
         if not (holds or self._unfinished):
             return
         # In the watching thread, since Python 3.12 starts no new ones now, and a database that does not answer must not
@@ -307,10 +307,9 @@ class Watchdog(Worker):
         _ = self.wake()
         _ = ended.wait(timing.DEFAULT.patience)
 
-    def _release_and_write(self, holds: list[Hold]) -> None:
+    def _release_and_write(self, holds: dict[Store, list[Hold]]) -> None:
         """Release the holds, delete places, and write the history."""
-        for store in dict.fromkeys(hold.store for hold in holds):
-            of_store = [hold for hold in holds if hold.store is store]
+        for store, of_store in holds.items():
             run_apart(store, self._give_back(store, of_store))
         while self._unfinished:  # by another thread; `close` does not wait for long
             for store, _, steps in self.histories.begin() if self.histories else ():
