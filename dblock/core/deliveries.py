@@ -27,6 +27,8 @@ from dblock.core.worker import Worker
 
 PENDING: Final = 100_000
 """Longest queue of calls; beyond it the oldest are dropped."""
+DROPPED: Final = "%d calls of log handlers, callbacks and observers of locks were dropped: one of them took too long"
+"""What is logged of that, when the others have been made."""
 
 
 class Deliveries(Worker):
@@ -90,17 +92,12 @@ class Deliveries(Worker):
             if self._calls:
                 call = self._calls.popleft()
             elif self._dropped:
-                call, self._dropped = partial(_tell_dropped, self._dropped), 0
+                call, self._dropped = partial(logging.getLogger("dblock").warning, DROPPED, self._dropped), 0
             else:
                 return False
         with contextlib.suppress(BaseException):  # sys.exit() in a callback ends no thread that others need
             _ = call()
         return True
-
-
-def _tell_dropped(dropped: int) -> None:
-    text = "%d calls of log handlers, callbacks and observers of locks were dropped: one of them took too long"
-    logging.getLogger("dblock").warning(text, dropped)
 
 
 deliveries = Deliveries()

@@ -40,7 +40,7 @@ class Runtime:
         self.flows = Flows()
         self.wakeups = Wakeups()
         self.deadlines = Deadlines()
-        self.watchdog = Watchdog(self.flows, self._give_back, self._withdraw, self._prune)
+        self.watchdog = Watchdog(self.flows, self.give_back, self._withdraw, self._prune)
         self.acquire_hooks: list[Callable[[Any, float | None, Steps[Any]], Steps[Any]]] = []
         """In a test: hooks that wrap the steps of each acquire, given the lock object, the timeout and the steps."""
         self.store_override: Any = None
@@ -129,28 +129,24 @@ class Runtime:
         """Close connections that have been idle for too long; whether others will have been."""
         return max((pool.prune() for pool in self.pools()), default=False)
 
-    def _give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
-        return give_back(self.site(store), holds)
+    def give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
+        """Release holds in a database, however often each was entered; returns their number.
 
-
-def give_back(site: Site, holds: Sequence[Hold]) -> Steps[int]:
-    """Release holds, however often each was entered; returns their number.
-
-    A row that a transaction has locked is passed over after a while. A database that fails gets no further statements:
-    what is left expires, as it is no longer renewed.
-    """
-    given = 0
-    for hold in holds:
-        try:
-            _ = yield from handover.release(site, hold.grant, min_hold=hold.min_hold)
-            given += 1
-        except LockError as error:
-            warn("could not release %r: %s", hold.shown, error)
-            if not isinstance(error, StoreBusy):
-                break
-        finally:
-            site.local_queues.released(hold.tenure.key)
-    return given
+        A row that a transaction has locked is passed over after a while. A database that fails gets no further
+        statements: what is left expires, as it is no longer renewed.
+        """
+        given, site = 0, self.site(store)
+        for hold in holds:
+            try:
+                _ = yield from handover.release(site, hold.grant, min_hold=hold.min_hold)
+                given += 1
+            except LockError as error:
+                warn("could not release %r: %s", hold.shown, error)
+                if not isinstance(error, StoreBusy):
+                    break
+            finally:
+                site.local_queues.released(hold.tenure.key)
+        return given
 
 
 current = Runtime()

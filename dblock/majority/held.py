@@ -93,9 +93,7 @@ class Held(Hold):
     """A majority that a flow holds, and all that its threads and callbacks need of it."""
 
     def __init__(self, lock: BaseQuorumLock, flow: Flow, members: Sequence[Member], grant: Grant, entry: Entry) -> None:
-        before = lock._hold_here(flow)
-        outer = before if before is not None and before.open_entries() else None
-        super().__init__(lock._place.store(), flow, grant, entry, lock.options, outer=outer)
+        super().__init__(lock._place.store(), flow, grant, entry, lock.options, outer=lock._hold_here(flow))
         self.lock, self.members, self.quorum = lock, members, lock._quorum
         self.lease: Trust = Trust(self, grant)
         self.loop = asyncio.get_running_loop() if members[0].store.asynchronous else None

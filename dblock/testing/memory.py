@@ -222,7 +222,7 @@ class MemoryKeeper(Keeper):
 
     store: MemoryStore
 
-    def ensure(self) -> Any:
+    def wake(self) -> None:
         """Do nothing: no thread is needed."""
 
     def begin(self, steps: Any, **_: Any) -> None:
@@ -248,7 +248,7 @@ class MemoryRuntime(Runtime):
     def __init__(self, store: MemoryStore, outer: Runtime) -> None:
         super().__init__()
         self.store, self.outer, self.acquire_hooks = store, outer, outer.acquire_hooks
-        self.watchdog: MemoryWatchdog = MemoryWatchdog(self.flows, self._give_back, self._withdraw)
+        self.watchdog: MemoryWatchdog = MemoryWatchdog(self.flows, self.give_back, self._withdraw)
         self.store_override = store
         store.process = self
 

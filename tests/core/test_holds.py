@@ -282,7 +282,7 @@ def store() -> Iterator[FakeStore]:
 @pytest.fixture
 def watch() -> Watchdog:
     """One beside that of the process."""
-    return Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    return Watchdog(runtime.current.flows, runtime.current.give_back, runtime.current._withdraw)
 
 
 def renewal(store: FakeStore, hold: Hold) -> Steps[None]:
@@ -537,7 +537,7 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
         raise RuntimeError("can't start new thread")
 
     keeper.begin(do("hangs", hangs=True))
-    thread = keeper.renewer
+    thread = keeper._thread
     assert thread is not None
     assert until(lambda: run == ["hangs"])
     keeper.begin(do("apart"))
@@ -546,11 +546,11 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
         patched.setattr(threading.Thread, "start", refuse)
         keeper.begin(do("refused"))
         go.set()
-        assert until(lambda: thread.ready)
+        assert until(lambda: keeper.given is None)
         keeper.begin(do("again"))
         assert until(lambda: run == ["hangs", "apart", "again"])
-    assert keeper.renewer is thread
-    thread.give(None)
+    assert keeper._thread is thread
+    keeper.over = True
     assert until(lambda: not thread.is_alive())
 
 

@@ -171,7 +171,7 @@ class Actor:
 class Threadless(Keeper):
     """Renews nothing: the world does."""
 
-    def ensure(self) -> Any:
+    def wake(self) -> None:
         """Start no thread."""
 
 

@@ -14,7 +14,7 @@ from dblock.core.connections.pool import AutocommitPool
 from tests.conftest import clocked, timed
 from tests.support.explore import LATEST, Explored, explore
 from tests.support.lab import LONG
-from tests.support.pool_model import FAULTS, InUse, Line, PoolWorld, Use
+from tests.support.pool_model import FAULTS, InUse, Line, Loop, PoolWorld, Use
 
 Plans = tuple[tuple[int | None, tuple[Use, ...]], ...]
 ONE, TWICE, LONGER, URGENT = (Use(),), (Use(), Use()), (Use(hold=0.2),), (Use(critical=True),)
@@ -136,15 +136,7 @@ def what_is_cut_stays_in_use(patch: Patch) -> None:
 
 
 def what_a_closed_loop_had_stays_in_use(patch: Patch) -> None:
-    claim = AutocommitPool._claim
-
-    def blind(self: AutocommitPool, waiter: Waiter) -> PooledConnection | None:
-        vars(self)["is_over"] = lambda _: False
-        connection = claim(self, waiter)
-        del vars(self)["is_over"]
-        return connection
-
-    patch(AutocommitPool, "_claim", blind)
+    patch(Loop, "is_closed", lambda _: False)
 
 
 def opens_one_more(patch: Patch) -> None:

@@ -276,7 +276,7 @@ def keeper_rests(keeper: Any) -> bool:
     """Whether no renewal, heartbeat or other work of a database is under way, but for what has threads of its own."""
     if keeper.loop is not None:
         return keeper.loop.is_closed() or not keeper.tasks
-    return keeper.renewer is None or keeper.renewer.ready
+    return keeper.given is None
 
 
 def fail(

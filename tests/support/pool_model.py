@@ -463,7 +463,7 @@ class PoolWorld:
         pool = self.pool
         for critical, known in enumerate(pool._in_use):
             used = [lent for lent, owner in self.hands.values() if owner.use and owner.use.critical == bool(critical)]
-            in_use = [each for each in used if not (each.overdue or pool.is_over(each.loop))]
+            in_use = [each for each in used if not (each.overdue or (each.loop and each.loop.closed))]
             assert len(in_use) <= pool._most[critical], "more are in use than may be"
             assert len(known) <= pool._most[critical], "more count as in use than may be"
             for each in in_use:
@@ -497,7 +497,7 @@ class PoolWorld:
     def is_lost(self, critical: bool) -> bool:
         """Whether a connection counts as in use in vain."""
         lent = [each for each in self.pool._connections() if id(each) in self.pool._in_use[critical]]
-        return any(each.overdue or self.pool.is_over(each.loop) for each in lent)
+        return any(each.overdue or (each.loop and each.loop.closed) for each in lent)
 
     def check_free(self) -> None:
         """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""

@@ -64,7 +64,7 @@ class PooledConnection:
     raw: Any = None
     prepared: Callable[[Statement, Parameters], Rows] | None = None
     """Runs statements in a faster way than the driver's cursor; None: by the cursor."""
-    loop: object = None
+    loop: Any = None
     """Its event loop, for asynchronous drivers."""
     location: object = None
     """The database that it was opened to, if its pool may change that (see `Store.location`)."""
@@ -124,9 +124,8 @@ class PooledConnection:
         with contextlib.suppress(OSError):  # closed
             if self.wire is not None and os.path.sameopenfile(self.descriptor, self.wire.fileno()):
                 ours, theirs = socket.socketpair()
-                theirs.close()
-                _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
-                ours.close()
+                with ours, theirs:  # of a pair that is closed in the end
+                    _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
 
     def __del__(self) -> None:
         self.in_use.discard(id(self))

@@ -89,10 +89,6 @@ class AutocommitPool:
         """
         raise NotImplementedError
 
-    def is_over(self, loop: Any) -> bool:
-        """Whether that event loop will never run again."""
-        return loop is not None and bool(loop.is_closed())
-
     def in_background(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
         """Do the work, which raises nothing, with that connection, which is in no other hands."""
         if self._local:
@@ -233,7 +229,7 @@ class AutocommitPool:
     def _claim(self, waiter: Waiter) -> PooledConnection | None:
         """An idle connection, or one to be opened; None if the caller has to wait. Callers hold the mutex."""
         for each in (known := self._connections()):
-            if self.is_over(each.loop):
+            if each.loop is not None and each.loop.is_closed():
                 self._close(each)
         first, loop = self._next(), waiter.home
         if waiter not in first:

@@ -23,7 +23,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar, Token
 from operator import call
 from typing import Any, Final, NamedTuple, Protocol
@@ -59,8 +59,8 @@ class Flow:
         """A reference to the flow that works under its holds: to itself, but for the flow of an object."""
         self.began: Token[None] | None = None
         """Identifies its context, unless it is a task."""
-        self.before: Flow | None = None
-        """A flow that held something, and began in this thread in the context that this one's was copied from."""
+        self.before: Sequence[Flow] = ()
+        """Flows of this thread that held something when it began in a copy of their context, the last one first."""
 
     @property
     def task(self) -> Any:
@@ -79,14 +79,6 @@ class Flow:
         if life is None or self.who["pid"] != os.getpid():
             return True
         return self._is_task and (life.done() or life.get_loop().is_closed())
-
-    def holding_before(self) -> Flow | None:
-        """The nearest flow before it that holds something; flows in between are dropped from the chain."""
-        before = self.before
-        while before is not None and not before.holds:
-            before = before.before
-        self.before = before
-        return before
 
 
 def is_over(flow: Callable[[], Flow | None]) -> bool:
@@ -139,15 +131,15 @@ class Flows:
             if flow is None or flow.life() is not life:  # of another thread, whose context was copied
                 flow = self._begin(life)
             elif not self._began_here(flow):
-                before = flow if flow.holds else flow.holding_before()
-                if before is not None and before is not flow and self._began_here(before):
+                before = [each for each in (flow, *flow.before) if each.holds]
+                if before and before[0] is not flow and self._began_here(before[0]):
                     # asgiref has overwritten this flow with that of a call in this thread, which has ended.
-                    _ = self._of_context.set(before)
-                    return before
+                    _ = self._of_context.set(before[0])
+                    return before[0]
+                for each in before:  # each call of a task may hand over to the next
+                    each.before = [earlier for earlier in each.before if earlier.holds]
                 flow = self._begin(life)
                 flow.before = before
-                while before is not None:  # each call of a task may hand over to the next
-                    before = before.holding_before()
             return flow
         flow = self._tasks.get(task)
         if flow is None:
@@ -310,8 +302,9 @@ class Hold:
         """Whether it is renewed until it is released."""
         self.entries = [entry]
         """Its entries, outermost first; empty when only an open transaction keeps it."""
-        self.outer = outer
-        """A lost hold of the same key, further out in the same flow, whose blocks have not left yet."""
+        further = () if outer is None else (outer, *outer.outers)
+        self.outers: list[Hold] = [each for each in further if each.open_entries()]
+        """Lost holds of the same key further out in the same flow, from the inside, whose blocks have not left yet."""
 
     @property
     def shown(self) -> str:
@@ -321,7 +314,7 @@ class Hold:
     @property
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
-        return bool(self.kept_by) and any(transaction() is not None for transaction in self.kept_by)
+        return any(transaction() is not None for transaction in self.kept_by)
 
     def exchange(self, grant: Grant) -> Grant:
         """Hold another tenure, a reader's, in place of its own, which is returned, and is to be released."""
@@ -330,17 +323,10 @@ class Hold:
         self.lease = Lease(grant, before.now, grace=before.grace, renewing=before.renewing, pace=before.pace)
         return former
 
-    def outers(self) -> Iterator[Hold]:
-        """The lost holds of the same key further out in the same flow, from the inside."""
-        outer = self.outer
-        while outer is not None:
-            yield outer
-            outer = outer.outer
-
     def snapshot(self) -> Hold:
         """A copy that does not change when its flow enters and leaves."""
         twin = copy.copy(self)
-        twin.is_snapshot, twin.lease, twin.outer = True, copy.copy(self.lease), None
+        twin.is_snapshot, twin.lease, twin.outers = True, copy.copy(self.lease), []
         # Without the ends of their blocks: one may end before the callbacks of its lock object are called.
         entered = [(each.lock, each.kind) for each in self.entries] + [(self.leaving, "acquire")]
         twin.entries = [Entry(lock, kind) for lock, kind in entered if lock is not None]
@@ -384,4 +370,4 @@ class Hold:
     @property
     def can_be_released(self) -> bool:
         """Whether any code, or the end of a transaction, can still release it."""
-        return self.deferred or any(entry.lock is not None for entry in self.entries)
+        return self.deferred or bool(self.open_entries())

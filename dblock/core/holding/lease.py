@@ -46,11 +46,6 @@ class Lease:
         self.due = grant.sent + min(self.term / 3, pace) if renewing else grant.trusted_until
         """The local time at which the watchdog renews it, or reports it lost."""
 
-    @property
-    def life(self) -> float:
-        """Seconds for which the row stays closed after a renewal was sent."""
-        return self.ttl + self.grace
-
     def remaining(self) -> float:
         """Seconds of trust left; 0.0 once it has been lost."""
         while self.loss is None:

@@ -270,12 +270,10 @@ class BaseLock:
 
     def _hold_before(self) -> Hold | None:
         """A hold that an earlier call of `sync_to_async` in the same task acquired through this very object."""
-        before = current_flow().before
-        while before is not None:
+        for before in current_flow().before:
             hold = before.holds.get((self._place.store(), self._key))
             if hold is not None and hold.entered_by(self):
                 return hold
-            before = before.before
         return None
 
     def _open_blocks(self) -> list[Block]:
@@ -291,9 +289,9 @@ class BaseLock:
         """The hold of this flow; `flow` is this flow if known."""
         holds = (flow or self._running_flow()).holds
         hold = holds.get((self._place.store(), self._key)) if holds else None
-        if hold is not None and hold.outer is not None and not hold.entered_by(self):
+        if hold is not None and hold.outers and not hold.entered_by(self):
             # Another lock object took the key again after this object's tenure had ended, which stays lost.
-            hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)
+            hold = next((outer for outer in hold.outers if outer.entered_by(self)), hold)
         if hold is None or not hold.entries:
             return None
         if self._flow is not None and hold.who["pid"] != os.getpid():  # of an object that a fork has copied

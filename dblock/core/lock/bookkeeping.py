@@ -58,8 +58,7 @@ def begin_hold(
     lock: BaseLock, store: Store, flow: Flow, grant: Grant, entry: Entry, *, outer: Hold | None = None
 ) -> Hold:
     """Register a new hold of the flow; LockStoreError if it would not be renewed, as no thread can be started."""
-    kept = outer if outer and outer.open_entries() else None
-    hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
+    hold = Hold(store, flow, grant, entry, lock.options, outer=outer)
     hold.kind, hold.reading = lock._kind, lock._reading
     if store.asynchronous:
         hold.loop = asyncio.get_running_loop()
@@ -97,7 +96,7 @@ def take_out(hold: Hold) -> None:
     """Remove a hold from the flow alone."""
     flow, resource = hold.flow(), (hold.store, hold.key)
     if flow is not None and flow.holds.get(resource) is hold:
-        outer = hold.outer and next((each for each in hold.outers() if each.open_entries()), None)
+        outer = next((each for each in hold.outers if each.open_entries()), None)
         if outer is None:
             _ = flow.holds.pop(resource, None)
         else:

@@ -59,9 +59,9 @@ class BaseGuarded(Generic[T]):
         What that body has read while it held the lock may be old by now, and this block is about to write by it.
         """
         for hold in self._lock._holds():
-            if hold.outer is not None and len(hold.entries) == 1:
+            if hold.outers and len(hold.entries) == 1:
                 lock: Any = hold.entries[0].lock
-                raise lock._lost(hold.outer)
+                raise lock._lost(hold.outers[0])
 
     def _committing(self, holds: list[Hold]) -> None:
         """From COMMIT on the loss of the holds, which it puts into that list, interrupts nothing."""

@@ -160,7 +160,7 @@ def release_all(store: Store) -> Steps[int]:
     A flow that still works under one of them finds it lost before another flow can get it.
     """
     current = runtime.current
-    return (yield from runtime.give_back(current.site(store), current.watchdog.give_up(store)))
+    return (yield from current.give_back(store, current.watchdog.give_up(store)))
 
 
 def _innermost(lock: BaseLock) -> Block | None:

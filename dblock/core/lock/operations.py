@@ -74,7 +74,8 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
     hold.grant.guarded = True
-    step = Execute(store, store.pin, {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life})
+    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.ttl + hold.lease.grace}
+    step = Execute(store, store.pin, known)
     pinned, error = yield from call(lock._place.apin if awaits else lock._place.pin, hold, given, step)
     if error is not None:
         try:

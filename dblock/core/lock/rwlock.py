@@ -109,7 +109,7 @@ def downgrade(lock: Writes) -> Steps[None]:
         raise LockError(f"{lock._key!r} cannot be downgraded while a transaction keeps it", key=lock._key)
     watchdog, site = runtime.current.watchdog, runtime.current.site(hold.store)
     attempt = entering.attempt_of(lock, hold.store, hold.flow() or lock._running_flow(), None)
-    attempt.request = attempt.request._replace(ttl=hold.lease.ttl, life=hold.lease.life)
+    attempt.request = attempt.request._replace(ttl=hold.lease.ttl, life=hold.lease.ttl + hold.lease.grace)
     sharing, growing = Sharing(attempt), pauses()
     while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
         # The tenure is over; or another statement has locked the door's row at this moment.

@@ -107,8 +107,7 @@ def acquire_and_report(
     def report(kind: Kind, holder: LockInfo | None, **known: Any) -> None:
         nonlocal contended
         contended = contended or kind is Kind.CONTENDED
-        holder = holder and holder.masked()
-        tell(store, Event(kind, store.name, **_by(lock), key=lock._key, holder=holder, **known))
+        tell(store, Event(kind, store.name, **_by(lock), key=lock._key, holder=holder and holder.masked(), **known))
 
     def give_up(reason: str, holder: LockInfo | None = None) -> None:
         report(Kind.GAVE_UP, holder, contended=contended, wait=now() - began, reason=reason)

@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 from weakref import ref
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.connections.pool import background
 from dblock.core.errors import LockError
 from dblock.core.log import warn
@@ -29,7 +27,7 @@ from dblock.core.protocol.drive import adrive, drive, going_on, plain_task
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.worker import start
+from dblock.core.worker import Worker, start
 
 Withdraw = Callable[[Store, Sequence[tuple[str, str]]], Steps[None]]
 
@@ -45,12 +43,13 @@ def in_background(store: Store, steps: Steps[object]) -> Steps[None]:
         _ = background.set(False)
 
 
-def run_apart(steps: Steps[None], store: Store) -> None:
-    """Run the steps in this thread, where no event loop runs."""
+def run_apart(store: Store, steps: Steps[object]) -> None:
+    """Run the steps in this thread, where no event loop runs, as background work."""
+    work = in_background(store, steps)
     if store.asynchronous:
-        asyncio.run(adrive(steps))
+        asyncio.run(adrive(work))
     else:
-        drive(steps)
+        drive(work)
 
 
 def heartbeat(store: Store, places: Sequence[QueuePlace]) -> Steps[None]:
@@ -62,34 +61,20 @@ def heartbeat(store: Store, places: Sequence[QueuePlace]) -> Steps[None]:
         database.away(error)
 
 
-class Renewer(threading.Thread):
-    """A thread that runs steps, one after the other, until it is given None."""
+class Keeper(Worker):
+    """The background work of this process for one database, by threads or in tasks of one event loop.
 
-    def __init__(self) -> None:
-        super().__init__(name="dblock renewal", daemon=True)
-        self._given = SimpleQueue[Steps[None] | None]()
-        self.ready = True
-        """Whether it has nothing under way."""
-
-    def give(self, steps: Steps[None] | None) -> None:
-        """Run the steps, if it is ready."""
-        self.ready = False
-        self._given.put(steps)
-
-    def run(self) -> None:
-        while (steps := self._given.get()) is not None:
-            drive(steps)
-            del steps
-            self.ready = True
-
-
-class Keeper:
-    """The background work of this process for one database, by threads or in tasks of one event loop."""
+    Its own thread renews and sends heartbeats; with an event loop it is not started.
+    """
 
     def __init__(self, store: Store, loop: Any, lock: Any, withdraw: Withdraw) -> None:
         """`lock`: the watchdog's; `withdraw`: see `handover.withdraw`, for a store."""
+        super().__init__("renewal")
         self.store, self.loop, self._lock, self._withdraw = store, loop, lock, withdraw
-        self.renewer: Renewer | None = None
+        self.given: Steps[object] | None = None
+        """The renewals or heartbeats that its thread sends, or is to send."""
+        self.over = False
+        """Whether it has nothing more to keep, so that its thread ends."""
         self.tasks = set[Any]()
         """The tasks, and the steps for which one is to be begun."""
         self.places: dict[str, QueuePlace] = {}
@@ -110,17 +95,11 @@ class Keeper:
         """Whether places are to be deleted, or are being."""
         return bool(self.left) or going_on(self._withdrawal)
 
-    def ensure(self) -> Renewer:
-        """The thread for renewals, which runs; RuntimeError if it cannot be started."""
-        with self._lock:
-            if self.renewer is None or not self.renewer.is_alive():
-                self.renewer = made = Renewer()  # before it runs: an interrupt leaves no thread behind
-                try:
-                    made.start()
-                except RuntimeError:
-                    self.renewer = None
-                    raise
-            return self.renewer
+    def round(self) -> float:
+        if self.given is not None:
+            run_apart(self.store, self.given)
+            self.given = None
+        return math.inf if self.over else clock.now() + timing.DEFAULT.attention
 
     def look(self) -> float:
         """Do what is due; returns the seconds until the next heartbeat."""
@@ -143,21 +122,23 @@ class Keeper:
 
     def begin(self, steps: Steps[object], *, long: bool = False) -> None:
         """Begin to renew, or to send heartbeats; or other steps, which may take `long`."""
-        work = in_background(self.store, steps)
         try:
             if self.loop is not None:
-                self.tasks.add(work)
-                self.loop.call_soon_threadsafe(self._begin_task, work)
-            elif not long and (renewer := self.ensure()).ready:
-                renewer.give(work)
+                self.tasks.add(steps)
+                self.loop.call_soon_threadsafe(self._begin_task, steps)
+            elif long or self.given is not None:
+                _ = start(partial(run_apart, self.store, steps), "housekeeping" if long else "renewal")
             else:
-                _ = start(partial(run_apart, work, self.store), "housekeeping" if long else "renewal")
+                self.given = steps
+                if (refused := self.wake()) is not None:
+                    self.given = None
+                    raise refused
         except RuntimeError as error:  # the loop is closed; out of threads, or the interpreter is ending
             steps.close()  # they are not going on
             warn("cannot work in the background for %s, trying again: %s", self.store.name, error)
 
-    def _begin_task(self, steps: Steps[None], *, undisturbed: bool = False) -> None:
-        task = plain_task(adrive(steps, undisturbed=undisturbed), self.loop)
+    def _begin_task(self, steps: Steps[object], *, undisturbed: bool = False) -> None:
+        task = plain_task(adrive(in_background(self.store, steps), undisturbed=undisturbed), self.loop)
         self.tasks.add(task)
         self.tasks.discard(steps)
         task.add_done_callback(self.tasks.discard)
@@ -171,7 +152,7 @@ class Keeper:
                 if self.loop is None:
                     self.begin(steps, long=True)
                 else:
-                    self._begin_task(in_background(self.store, steps), undisturbed=True)
+                    self._begin_task(steps, undisturbed=True)
 
     def withdraw_all(self) -> Steps[None]:
         """Delete places until there are no more."""

@@ -6,7 +6,7 @@ Rule: it fails softly. After a failure the watchdog tries again.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from dblock.core.errors import LockError, Loss, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
@@ -19,8 +19,6 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 
-BATCH: Final = 10_000
-"""Leases in one statement, at most."""
 Revoke = Callable[[Hold, str], None]
 """Informs a holder that it was asked back, by whom and why."""
 
@@ -43,10 +41,7 @@ def renew(store: Store, holds: Sequence[Hold], watched: Container[Hold], revoke:
     due = [Due(hold, lease, lease.resets, lease.ttl, hold.tenure) for hold in holds for lease in [hold.lease]]
     for each in due:
         each.lease.reason_if_lost = Reason.UNREACHABLE  # until it has succeeded: it may never be answered
-    budget, over = min(each.lease.term for each in due) / 20, list[Due]()
-    for first in range(0, len(due), BATCH):
-        over += yield from _renew(store, due[first : first + BATCH], budget, revoke)
-    for each in over:
+    for each in (yield from _renew(store, due, min(each.lease.term for each in due) / 20, revoke)):
         try:
             loss = yield from tenures.why_lost(store.database, each.tenure)
         except LockError:

@@ -40,11 +40,10 @@ from dblock.core.holding.flow import Flows, Hold
 from dblock.core.log import warn
 from dblock.core.observing.events import Kind
 from dblock.core.observing.observers import observers, tell_of
-from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import QueuePlace
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.watchdog.keeper import Keeper, Withdraw, in_background, run_apart
+from dblock.core.watchdog.keeper import Keeper, Withdraw, run_apart
 from dblock.core.watchdog.renewals import renew
 from dblock.core.worker import Worker
 
@@ -75,7 +74,7 @@ class Watchdog(Worker):
         self._keepers: dict[Where, Keeper] = {}
         self.histories: Any = None
         """The events to write, `dblock.operating.history.Histories`; None if no store keeps a history."""
-        self._ending: tuple[list[Hold], threading.Event] | None = None
+        self._ending: tuple[dict[Store, list[Hold]], threading.Event] | None = None
         """The holds to release at the end of the process, and what is set when that is done."""
 
     # -- for the flows
@@ -87,11 +86,8 @@ class Watchdog(Worker):
             self._holds[hold] = None
             self._by_key[hold.store, hold.tenure.key] = hold
             keeper = self._keepers.get(where) or self._keeper(*where)
-            if hold.loop is None and keeper.renewer is None and hold.lease.renewing:
-                try:
-                    _ = keeper.ensure()
-                except RuntimeError as error:
-                    refused = error
+            if keeper.wakes_at == math.inf and hold.loop is None and hold.lease.renewing:
+                refused = keeper.wake()
         return (self.wake() if hold.lease.due < self.wakes_at else None) or refused
 
     def discard(self, hold: Hold) -> bool:
@@ -243,8 +239,7 @@ class Watchdog(Worker):
                 busy = keeper.places or keeper.tasks or keeper.withdraws
                 if over or not (busy or any((hold.store, hold.loop) == where for hold in list(self._holds))):
                     del self._keepers[where]
-                    if keeper.renewer is not None:
-                        keeper.renewer.give(None)  # it ends
+                    keeper.over = True
         return max(soonest, 0.001)
 
     def _look(self, hold: Hold, now: float) -> float:
@@ -298,13 +293,13 @@ class Watchdog(Worker):
 
         A thread that may still be at work keeps its holds: they are renewed until the process ends, and then expire.
         """
-        mine, holds, ended = self._flows.current(), list[Hold](), threading.Event()
+        mine, holds, ended = self._flows.current(), defaultdict[Store, list[Hold]](list), threading.Event()
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
             driver = None if flow is None else flow.driver()
             if hold.lease.loss is None and (driver is None or driver is mine or driver.ended()):
                 _ = self.discard(hold)
-                holds.append(hold)
+                holds[hold.store].append(hold)
         if not (holds or self._unfinished):
             return
         # In the watching thread, since Python 3.12 starts no new ones now, and a database that does not answer must not
@@ -313,15 +308,14 @@ class Watchdog(Worker):
         _ = self.wake()
         _ = ended.wait(timing.DEFAULT.patience)
 
-    def _release_and_write(self, holds: list[Hold]) -> None:
+    def _release_and_write(self, holds: dict[Store, list[Hold]]) -> None:
         """Release the holds, delete places, and write the history."""
-        for store in dict.fromkeys(hold.store for hold in holds):
-            of_store = [hold for hold in holds if hold.store is store]
-            run_apart(in_background(store, self._give_back(store, of_store)), store)
+        for store, of_store in holds.items():
+            run_apart(store, self._give_back(store, of_store))
         while self._unfinished:  # by another thread; `close` does not wait for long
             for store, _, steps in self.histories.begin() if self.histories else ():
-                run_apart(steps, store)
+                run_apart(store, steps)
             for (store, loop), keeper in list(self._keepers.items()):
                 if loop is None:
-                    drive(in_background(store, keeper.withdraw_all()))
+                    run_apart(store, keeper.withdraw_all())
             time.sleep(0.005)
