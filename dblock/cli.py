@@ -47,13 +47,11 @@ def parser() -> argparse.ArgumentParser:
     schema.add_argument(
         "database", nargs="?", choices=sorted(DIALECTS), help="the kind of database; that of --url by default"
     )
+    schema.add_argument("--prefix", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    schema.add_argument("--schema", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
     completion = commands.add_parser("completion", help="print what makes a shell complete this command")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
-    for each in commands.choices.values():  # behind the command too, as many tools have it
-        each.add_argument("--url", type=_with_driver, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        for name in ("--prefix", "--schema"):
-            each.add_argument(name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return made
 
 

@@ -320,15 +320,11 @@ def test_the_url_may_come_from_the_environment_and_names_other_tables(
     assert main(["--prefix", "my_", "run", "--create-tables", "k", "--", "true"]) == 0
     assert main(["--prefix", "my_", "ls", "-a"]) == 0
     assert "k " in capsys.readouterr().out
-    assert main(["ls", "-a", "--prefix", "my_"]) == 0  # behind the command too
-    assert "k " in capsys.readouterr().out
     assert main(["ls"]) == 69
     assert main(["schema"]) == 0
     assert "CREATE TABLE locks" in capsys.readouterr().out
     assert main(["schema", "mysql", "--states"]) == 0
     assert "lock_states" in capsys.readouterr().out
-    monkeypatch.delenv("DBLOCK_URL")
-    assert main(["run", "--url", f"sqlite:///{tmp_path}/x.sqlite3", "--prefix", "my_", "k", "--", "true"]) == 0
 
 
 @pytest.mark.parametrize("command", [("ls", "--json"), ("top", "--interval", "0.1")], ids=" ".join)
