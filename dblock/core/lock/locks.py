@@ -60,9 +60,10 @@ def was_ours(hold: Hold, error: BaseException | None) -> bool:
     return not others and type(error).__name__ == "CancelledError"
 
 
-def refuse_interrupt() -> NoReturn:
-    """Raise TypeError where a thread would ignore `interrupt=True`."""
-    raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
+def refuse_interrupt(options: Options) -> None:
+    """Raise TypeError for `interrupt=True`, which a thread would ignore."""
+    if options.interrupt:
+        raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
@@ -98,11 +99,7 @@ class Blocking(Operations):
 
     @block_end
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        self, kind: object, error: BaseException | None, trace: object, opened: list[Any] | None = None
     ) -> None:
         try:
             self._drive(self._exit(opened or self._withs))
@@ -126,11 +123,7 @@ class Awaiting(Operations):
 
     @block_end
     async def __aexit__(
-        self: Operations,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        self: Operations, kind: object, error: BaseException | None, trace: object, opened: list[Any] | None = None
     ) -> None:
         holds = self._holds() if self.options.interrupt else []
         try:
@@ -152,8 +145,7 @@ class BlockingLocks(Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded) -> Self:
-        if self.options.interrupt:
-            refuse_interrupt()
+        refuse_interrupt(self.options)
         self._drive(self._enter(its))
         return self
 
