@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError, Loss, Reason
+from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
@@ -18,7 +18,7 @@ from dblock.core.protocol.steps import Execute, Steps, call, undone
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_ttl
-from dblock.core.values import Grant, LockInfo, Seconds
+from dblock.core.values import Grant, LockInfo, Seconds, Tenure
 
 
 def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
@@ -90,14 +90,10 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
 
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
-    fence = sequencer.fence
-    info = yield from tenures.inspect(lock._place.store().database, sequencer.key)
+    key, _, fence = sequencer
+    info = yield from tenures.inspect(lock._place.store().database, key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
-        taken = info is not None and info.fence != fence
-        given_back = info is not None and not info.owner
-        why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
-        loss = Loss(Reason.FREED if given_back and not taken else why)
-        raise lock._lost_tenure(fence, loss)
+        raise lock._lost_tenure(fence, tenures.loss_of(Tenure(key, "", fence), info))
     return sequencer
 
 
