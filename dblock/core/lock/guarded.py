@@ -11,7 +11,7 @@ lock.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -20,14 +20,12 @@ from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.key_template import AF, F, adecorated, decorated
 from dblock.core.lock.locks import SAYS_NOTHING, refuses
 from dblock.core.log import inform
 from dblock.core.runtime import current_flow
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 Begun = tuple[Callable[[], Flow | None], Any]

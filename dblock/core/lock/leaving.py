@@ -92,7 +92,7 @@ def leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     """
     if left not in hold.entries:
         return at_once(None)
-    return leave_and_report(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left), "released")
+    return leave_and_report(hold, lock._leaves(hold, left), "released")
 
 
 def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
@@ -196,7 +196,8 @@ def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
         yield from leave_entry(lock, block.hold, block.entry)
 
 
-def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+def leave_once(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+    """Leave one entry of a hold that is one row."""
     in_time = hold.lease.remaining() > 0
     if not in_time:
         runtime.current.watchdog.announce(hold)

@@ -15,15 +15,12 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.key_template import AF, F, adecorated, decorated
 from dblock.core.options import Options
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
 
-T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 L = TypeVar("L", bound="_OneLock")
 Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
@@ -78,20 +75,19 @@ def refuses(message: str) -> Callable[..., NoReturn]:
 class Operations:
     """What has operations: a lock, several, a semaphore. They are steps, and it knows what drives them."""
 
-    if TYPE_CHECKING:
-        options: Options
-        _timeout: Any
-        _withs: list[Any]
-        _drive: Any
-        _adrive: Any
-        _acquire: Callable[..., Steps[Any]]
-        _release: Callable[..., Steps[None]]
-        _extend: Callable[..., Steps[None]]
-        _verify: Callable[..., Steps[bool]]
-        _guard: Callable[..., Steps[None]]
-        _enter: Callable[..., Steps[Any]]
-        _exit: Callable[..., Steps[None]]
-        _holds: Callable[[], list[Hold]]
+    options: Options
+    _timeout: Any
+    _withs: list[Any]
+    _drive: Any
+    _adrive: Any
+    _acquire: Callable[..., Steps[Any]]
+    _release: Callable[..., Steps[None]]
+    _extend: Callable[..., Steps[None]]
+    _verify: Callable[..., Steps[bool]]
+    _guard: Callable[..., Steps[None]]
+    _enter: Callable[..., Steps[Any]]
+    _exit: Callable[..., Steps[None]]
+    _holds: Callable[[], list[Hold]]
 
 
 class Blocking(Operations):
@@ -212,6 +208,8 @@ class AwaitingLocks(Awaiting):
 class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
+    _acquires: Callable[..., Steps[Hold | Refused]] = entering.take_or_reenter
+    _leaves = leaving.leave_once
     _acquire, _release, _extend, _verify = entering.acquire, leaving.release, operations.extend, operations.verify
     _owned, _locked, _guard = operations.owned, operations.locked, operations.guard
     _enter, _exit = entering.enter, leaving.end_block
