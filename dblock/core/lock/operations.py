@@ -29,9 +29,14 @@ def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
     database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(seconds, Grant(hold.tenure, database.now(), seconds).trusted_until)
-    extending = partial(tenures.extend, database, hold.tenure, seconds, hold.lease.grace)
+
+    def renew_for_less() -> None:
+        hold.lease.reset(min(before, seconds), hold.lease.trusted_until)
+        _ = runtime.current.watchdog.wake()
+
     try:
-        grant = yield from undone(extending, partial(_renew_for, hold, min(before, seconds)))
+        extending = partial(tenures.extend, database, hold.tenure, seconds, hold.lease.grace)
+        grant = yield from undone(extending, renew_for_less)
     except LockStoreError as error:
         if hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
@@ -41,12 +46,6 @@ def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
     _ = runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
-
-
-def _renew_for(hold: Hold, ttl: float) -> None:
-    """Renew a lease for `ttl` seconds from now on."""
-    hold.lease.reset(ttl, hold.lease.trusted_until)
-    _ = runtime.current.watchdog.wake()
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
