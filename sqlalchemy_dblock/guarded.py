@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -61,13 +61,14 @@ class _OfGiven(BaseGuarded[T]):
                 "sessionmaker"
             )
 
-    def _refuse_function(self) -> None:
-        """Raise TypeError where a decorated function could not get at its session."""
+    def _templates(self, function: Callable[..., Any]) -> Any:
+        """The key of a decorator; raises TypeError where the function could not get at its session."""
         if self._makes:
             raise TypeError(
                 "the decorated function could not get at its session: write `with lock.begin(...) as session:` inside "
                 "it, or give begin() a scoped_session"
             )
+        return super()._templates(function)
 
 
 class Begun(_OfGiven[T], Guarded[T]):

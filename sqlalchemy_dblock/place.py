@@ -184,8 +184,7 @@ class Lock(Begins, Guards, SyncLock):
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)
-        if self.options.interrupt:
-            refuse_interrupt()
+        refuse_interrupt(self.options)
 
 
 class AsyncLock(AsyncBegins, AsyncGuards, CoreAsyncLock):

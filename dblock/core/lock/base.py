@@ -49,9 +49,8 @@ class BaseLock:
     """1: it is the lock of a reader."""
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
-    _acquires: Any = None
-    """What acquires it and leaves it, if it is not one row."""
-    _leaves: Any = None
+    _acquires: Callable[..., Steps[Hold | Refused]]
+    _leaves: Callable[..., Steps[None]]
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 

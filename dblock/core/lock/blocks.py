@@ -19,16 +19,15 @@ import functools
 import weakref
 from collections.abc import Callable
 from inspect import iscoroutinefunction
-from types import MethodType
-from typing import Any, TypeVar, cast
+from types import MethodType, TracebackType
+from typing import Any, Concatenate, TypeVar, cast
 
 from dblock.core import runtime
 
 S = TypeVar("S")
 R = TypeVar("R")
-K = TypeVar("K")
-E = TypeVar("E")
-T = TypeVar("T")
+Leave = Callable[[S, type[BaseException] | None, BaseException | None, TracebackType | None], R]
+"""As Python calls `__exit__` and `__aexit__`."""
 
 
 class Loaded:
@@ -101,6 +100,6 @@ def block_begin(enter: Callable[[S, Loaded], R]) -> Callable[[S], R]:
     return cast("Callable[[S], R]", _Begin(enter))
 
 
-def block_end(leave: Callable[[S, K, E, T, list[Any] | None], R]) -> Callable[[S, K, E, T], R]:
-    """Decorates `__exit__` and `__aexit__`, whose last argument is the list of what was opened for that end."""
-    return cast("Callable[[S, K, E, T], R]", _End(leave))
+def block_end(leave: Callable[Concatenate[S, ...], R]) -> Leave[S, R]:
+    """Decorates `__exit__` and `__aexit__`, whose argument `opened` is the list of what was opened for that end."""
+    return cast("Leave[S, R]", _End(leave))

@@ -47,14 +47,14 @@ def acquire(
     `flow`: this flow, if known; `end`: a reference to the end of the block.
     """
     entry, flow = Entry(lock, kind, end), flow or lock._running_flow()
-    begin = functools.partial(type(lock)._acquires or _acquire, lock, timeout, entry, flow)
+    begin = functools.partial(lock._acquires, timeout, entry, flow)
     steps = acquire_and_report(lock, entry, begin, leave_entry)
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
 
 
-def _acquire(
+def take_or_reenter(
     lock: BaseLock,
     timeout: float | None,
     entry: Entry,
@@ -238,7 +238,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     entry = Entry(lock, "attach")
-    begin = functools.partial(_acquire, lock, None, entry, lock._running_flow(), token=token)
+    begin = functools.partial(take_or_reenter, lock, None, entry, lock._running_flow(), token=token)
     _ = yield from acquire_and_report(lock, entry, begin, leave_entry)
     return lock
 

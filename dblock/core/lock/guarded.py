@@ -11,24 +11,21 @@ lock.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import copy
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
 from dblock.core.lock.bookkeeping import innermost
-from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.key_template import AF, F, adecorated, decorated
 from dblock.core.lock.locks import SAYS_NOTHING, refuses
 from dblock.core.log import inform
 from dblock.core.runtime import current_flow
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 Begun = tuple[Callable[[], Flow | None], Any]
@@ -39,15 +36,12 @@ class BaseGuarded(Generic[T]):
     """What begins guarded blocks on a lock, or on several; any number of flows may be inside at a time."""
 
     def __init__(self, lock: Any) -> None:
-        self._lock = lock
+        self._lock, self.options = lock, lock.options
         self._withs: list[Begun] = []
         """The blocks without an end of their own: an ExitStack, or a call by hand, has begun them."""
 
     def _refuse(self) -> None:
         """Raise what forbids the transaction, before the lock is taken."""
-
-    def _refuse_function(self) -> None:
-        """Raise what forbids decoration."""
 
     def _ending(self, opened: list[Begun]) -> Begun:
         """The block that ends, of those `opened` for this end."""
@@ -69,10 +63,14 @@ class BaseGuarded(Generic[T]):
         for hold in holds:
             hold.committing = True
 
-    def _for_call(self, lock: Any) -> Self:
+    def _templates(self, function: Callable[..., Any]) -> Any:
+        """The key of a decorator, or several; raises what forbids decoration."""
+        return self._lock._templates(function)
+
+    def _for_call(self, template: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate block for one call of a decorated function, on the lock of that call."""
         block = copy(self)
-        block._lock, block._withs = lock, []
+        block._lock, block._withs = self._lock._for_call(template, args, kwargs), []
         return block
 
 
@@ -125,11 +123,7 @@ class Guarded(BaseGuarded[T]):
 
     @block_end
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Begun] | None = None,
+        self, kind: object, error: BaseException | None, trace: object, opened: list[Begun] | None = None
     ) -> bool | None:
         blocks, begun = opened or self._withs, None
         try:
@@ -146,8 +140,7 @@ class Guarded(BaseGuarded[T]):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call is a guarded block; the key is formatted with the call's arguments."""
-        self._refuse_function()
-        return decorated(self._lock, function, self._for_call)
+        return decorated(self, function)
 
 
 class AsyncGuarded(BaseGuarded[T]):
@@ -194,11 +187,7 @@ class AsyncGuarded(BaseGuarded[T]):
 
     @block_end
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Begun] | None = None,
+        self, kind: object, error: BaseException | None, trace: object, opened: list[Begun] | None = None
     ) -> bool | None:
         blocks = opened or self._withs
         begun = self._ending(blocks)
@@ -211,8 +200,7 @@ class AsyncGuarded(BaseGuarded[T]):
 
     def __call__(self, function: AF) -> AF:
         """Decorate a coroutine function: each call is a guarded block; the key is formatted with its arguments."""
-        self._refuse_function()
-        return adecorated(self._lock, function, self._for_call)
+        return adecorated(self, function)
 
 
 def _committed(holds: Iterable[Hold]) -> None:

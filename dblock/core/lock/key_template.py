@@ -101,10 +101,10 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: Any, function: F, block: Callable[[Any], Any] | None = None) -> F:
+def decorated(lock: Any, function: F) -> F:
     """`function`, each call of which holds a lock of its own, whose key is formatted with the arguments.
 
-    `lock`: one, several, a semaphore or a majority; `block`: makes a guarded block on the lock of a call.
+    `lock`: one, several, a semaphore, a majority, or what begins guarded blocks on one of them.
     """
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
@@ -114,7 +114,7 @@ def decorated(lock: Any, function: F, block: Callable[[Any], Any] | None = None)
     def locked(*args: Any, **kwargs: Any) -> Any:
         call, entered = lock._for_call(template, args, kwargs), False
         try:
-            with call if block is None else block(call):
+            with call:
                 entered = True
                 result = function(*args, **kwargs)
                 if python.iscoroutine(result):
@@ -129,7 +129,7 @@ def decorated(lock: Any, function: F, block: Callable[[Any], Any] | None = None)
     return cast("F", locked)
 
 
-def adecorated(lock: Any, function: AF, block: Callable[[Any], Any] | None = None) -> AF:
+def adecorated(lock: Any, function: AF) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
@@ -139,7 +139,7 @@ def adecorated(lock: Any, function: AF, block: Callable[[Any], Any] | None = Non
     async def locked(*args: Any, **kwargs: Any) -> Any:
         call, entered = lock._for_call(template, args, kwargs), False
         try:
-            async with call if block is None else block(call):
+            async with call:
                 entered = True
                 return await function(*args, **kwargs)
         except LockTimeout as busy:

@@ -387,8 +387,7 @@ class SyncLeader(BaseLeader, Blocking):
 
         @functools.wraps(body)
         def lead() -> None:
-            if self.options.interrupt:
-                refuse_interrupt()
+            refuse_interrupt(self.options)
             while self._stopped_in is not runtime.current:
                 self._drive(*self._driving(self._turn, body))
 
@@ -396,8 +395,7 @@ class SyncLeader(BaseLeader, Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded) -> Self:
-        if self.options.interrupt:
-            refuse_interrupt()
+        refuse_interrupt(self.options)
         self._drive(*self._driving(self._enter, its))
         return self
 

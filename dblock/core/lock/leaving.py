@@ -29,14 +29,39 @@ def leave_block(lock: BaseLock, block: Block) -> Steps[None]:
     """Leave a `with` of this very lock object, whatever the state of its hold."""
     if lock.forked_from is not None:
         raise lock._not_held("release")
-    return undone(partial(_leave_block, lock, block), partial(_leave_interrupted, lock, block), LockError)
+    entry, hold = block
+
+    def leave() -> Steps[None]:
+        try:
+            if hold.detached:
+                return
+            if entry in hold.entries:
+                yield from leave_entry(lock, hold, entry)
+            else:  # left by release()
+                yield from release(lock)
+        finally:
+            lock._blocks = [each for each in lock._blocks if each.entry is not entry]
+
+    def leave_interrupted() -> Steps[None]:
+        with contextlib.suppress(LockError):  # nothing replaces the interrupt
+            yield from leave_entry(lock, hold, entry)
+
+    return undone(leave, leave_interrupted, LockError)
 
 
 def end_block(lock: BaseLock, opened: list[Block]) -> Steps[None]:
-    """Leave the `with` that ends: the only one of those `opened` for its end that is open, else the innermost."""
+    """Leave the `with` that ends: the only one of those `opened` for its end that is open, else the innermost.
+
+    A `with` belongs to the lock object: if this flow holds nothing, it is that of another one, where that can be told.
+    """
     opened[:] = filter(lock._blocks.__contains__, opened)
-    block = opened.pop() if len(opened) == 1 else _innermost(lock)
-    return release(lock) if block is None else leave_block(lock, block)
+    if len(opened) == 1:
+        return leave_block(lock, opened.pop())
+    flow = lock._running_flow()
+    mine = [block for block in lock._blocks if block.hold.flow() is flow]
+    if not mine and lock._hold_here() is None and (blocks := lock._open_blocks()):
+        mine = [innermost([(block.hold.flow, block) for block in blocks], [lock.key])[1]]
+    return leave_block(lock, mine[-1]) if mine else release(lock)
 
 
 def leave_each(entered: Entered, error: BaseException | None = None, store: Store | None = None) -> Steps[None]:
@@ -92,7 +117,7 @@ def leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     """
     if left not in hold.entries:
         return at_once(None)
-    return leave_and_report(hold, (type(lock)._leaves or _leave_entry)(lock, hold, left), "released")
+    return leave_and_report(hold, lock._leaves(hold, left), "released")
 
 
 def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[str]:
@@ -107,6 +132,7 @@ def detach(lock: BaseLock, secret: str = "", ttl: float | None = None) -> Steps[
 
 def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps[str]:
     _, lease = lock._surely_held(), hold.lease
+    database, watchdog = hold.store.database, runtime.current.watchdog
     if len(hold.open_entries()) > 1 or hold.deferred:
         inside = "a transaction keeps it" if hold.deferred else "it is entered more than once here"
         why = f"{lock._key!r} cannot be detached while {inside}: the token passes on all of it, to one bearer"
@@ -114,7 +140,18 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     token = Token(hold.tenure._replace(owner=secret), lease.ttl, lease.grace, hold.min_hold, kind=hold.kind)
     life = (lease.ttl if ttl is None else ttl) + lease.grace
     hold.secret = secret
-    loss = yield from undone(partial(_give_to_bearer, lock, hold, secret, life), partial(_watch_again, hold))
+
+    def give_to_bearer() -> Steps[Loss | None]:
+        if not watchdog.discard(hold):  # release_all() was faster
+            raise lock._lost(hold)
+        detached = yield from tenures.detach(database, hold.tenure, secret, life)
+        return None if detached else (yield from tenures.why_lost(database, hold.tenure))
+
+    def watch_again() -> None:
+        if lease.loss is None:  # else it is told, or release_all() releases it
+            _ = watchdog.add(hold)  # its next renewal finds out whether it is handed over
+
+    loss = yield from undone(give_to_bearer, watch_again)
     if loss is not None and loss.reason is not Reason.USED:  # used: the first sending was not answered
         lease.explain(loss)
         raise lock._lost(hold)
@@ -123,21 +160,6 @@ def _detach(lock: BaseLock, hold: Hold, secret: str, ttl: float | None) -> Steps
     hold.entries = []
     runtime.current.site(hold.store).local_queues.released(hold.tenure.key)
     return token_text(token)
-
-
-def _give_to_bearer(lock: BaseLock, hold: Hold, secret: str, life: float) -> Steps[Loss | None]:
-    """Put the secret in the place of the owner; why it could not be, if so."""
-    database = hold.store.database
-    if not runtime.current.watchdog.discard(hold):  # release_all() was faster
-        raise lock._lost(hold)
-    detached = yield from tenures.detach(database, hold.tenure, secret, life)
-    return None if detached else (yield from tenures.why_lost(database, hold.tenure))
-
-
-def _watch_again(hold: Hold) -> None:
-    """Watch a hold again, whose next renewal finds out whether it is handed over."""
-    if hold.lease.loss is None:  # else it is told, or release_all() releases it
-        _ = runtime.current.watchdog.add(hold)
 
 
 def finish(hold: Hold) -> Steps[None]:
@@ -163,40 +185,8 @@ def release_all(store: Store) -> Steps[int]:
     return (yield from current.give_back(store, current.watchdog.give_up(store)))
 
 
-def _innermost(lock: BaseLock) -> Block | None:
-    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise.
-
-    A `with` belongs to the lock object: if this flow holds nothing, it is that of another one, where that can be told.
-    """
-    flow = lock._running_flow()
-    here = [block for block in lock._blocks if block.hold.flow() is flow]
-    if here or lock._hold_here() is not None:
-        return here[-1] if here else None
-    blocks = [(block.hold.flow, block) for block in lock._open_blocks()]
-    return innermost(blocks, [lock.key])[1] if blocks else None
-
-
-def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave by an open `with`, unless it was detached, or left by release()."""
-    entry, hold = block
-    try:
-        if hold.detached:
-            return
-        if entry in hold.entries:
-            yield from leave_entry(lock, hold, entry)
-        else:  # left by release()
-            yield from release(lock)
-    finally:
-        lock._blocks = [each for each in lock._blocks if each.entry is not entry]
-
-
-def _leave_interrupted(lock: BaseLock, block: Block) -> Steps[None]:
-    """After an interrupt: leave a block, which is left once."""
-    with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        yield from leave_entry(lock, block.hold, block.entry)
-
-
-def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+def leave_once(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+    """Leave one entry of a hold that is one row."""
     in_time = hold.lease.remaining() > 0
     if not in_time:
         runtime.current.watchdog.announce(hold)

@@ -15,15 +15,12 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.blocks import Loaded, block_begin, block_end
-from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.key_template import AF, F, adecorated, decorated
 from dblock.core.options import Options
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
 
-T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 L = TypeVar("L", bound="_OneLock")
 Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
@@ -60,9 +57,10 @@ def was_ours(hold: Hold, error: BaseException | None) -> bool:
     return not others and type(error).__name__ == "CancelledError"
 
 
-def refuse_interrupt() -> NoReturn:
-    """Raise TypeError where a thread would ignore `interrupt=True`."""
-    raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
+def refuse_interrupt(options: Options) -> None:
+    """Raise TypeError for `interrupt=True`, which a thread would ignore."""
+    if options.interrupt:
+        raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
@@ -77,20 +75,19 @@ def refuses(message: str) -> Callable[..., NoReturn]:
 class Operations:
     """What has operations: a lock, several, a semaphore. They are steps, and it knows what drives them."""
 
-    if TYPE_CHECKING:
-        options: Options
-        _timeout: Any
-        _withs: list[Any]
-        _drive: Any
-        _adrive: Any
-        _acquire: Callable[..., Steps[Any]]
-        _release: Callable[..., Steps[None]]
-        _extend: Callable[..., Steps[None]]
-        _verify: Callable[..., Steps[bool]]
-        _guard: Callable[..., Steps[None]]
-        _enter: Callable[..., Steps[Any]]
-        _exit: Callable[..., Steps[None]]
-        _holds: Callable[[], list[Hold]]
+    options: Options
+    _timeout: Any
+    _withs: list[Any]
+    _drive: Any
+    _adrive: Any
+    _acquire: Callable[..., Steps[Any]]
+    _release: Callable[..., Steps[None]]
+    _extend: Callable[..., Steps[None]]
+    _verify: Callable[..., Steps[bool]]
+    _guard: Callable[..., Steps[None]]
+    _enter: Callable[..., Steps[Any]]
+    _exit: Callable[..., Steps[None]]
+    _holds: Callable[[], list[Hold]]
 
 
 class Blocking(Operations):
@@ -98,11 +95,7 @@ class Blocking(Operations):
 
     @block_end
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        self, kind: object, error: BaseException | None, trace: object, opened: list[Any] | None = None
     ) -> None:
         try:
             self._drive(self._exit(opened or self._withs))
@@ -126,11 +119,7 @@ class Awaiting(Operations):
 
     @block_end
     async def __aexit__(
-        self: Operations,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        opened: list[Any] | None = None,
+        self: Operations, kind: object, error: BaseException | None, trace: object, opened: list[Any] | None = None
     ) -> None:
         holds = self._holds() if self.options.interrupt else []
         try:
@@ -152,8 +141,7 @@ class BlockingLocks(Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded) -> Self:
-        if self.options.interrupt:
-            refuse_interrupt()
+        refuse_interrupt(self.options)
         self._drive(self._enter(its))
         return self
 
@@ -220,6 +208,8 @@ class AwaitingLocks(Awaiting):
 class _OneLock(BaseLock, Operations):
     """The operations of a lock."""
 
+    _acquires: Callable[..., Steps[Hold | Refused]] = entering.take_or_reenter
+    _leaves = leaving.leave_once
     _acquire, _release, _extend, _verify = entering.acquire, leaving.release, operations.extend, operations.verify
     _owned, _locked, _guard = operations.owned, operations.locked, operations.guard
     _enter, _exit = entering.enter, leaving.end_block

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError, Loss, Reason
+from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
@@ -17,7 +17,7 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Steps, call, undone
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_ttl
-from dblock.core.values import Grant, LockInfo, Seconds
+from dblock.core.values import Grant, LockInfo, Seconds, Tenure
 
 
 def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
@@ -28,9 +28,14 @@ def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
     database, before = lock._place.store().database, hold.lease.ttl
     # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(seconds, Grant(hold.tenure, database.now(), seconds).trusted_until)
-    extending = partial(tenures.extend, database, hold.tenure, seconds, hold.lease.grace)
+
+    def renew_for_less() -> None:
+        hold.lease.reset(min(before, seconds), hold.lease.trusted_until)
+        _ = runtime.current.watchdog.wake()
+
     try:
-        grant = yield from undone(extending, partial(_renew_for, hold, min(before, seconds)))
+        extending = partial(tenures.extend, database, hold.tenure, seconds, hold.lease.grace)
+        grant = yield from undone(extending, renew_for_less)
     except LockStoreError as error:
         if hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
@@ -40,12 +45,6 @@ def extend(lock: BaseLock, ttl: Seconds | None) -> Steps[None]:
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
     _ = runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
-
-
-def _renew_for(hold: Hold, ttl: float) -> None:
-    """Renew a lease for `ttl` seconds from now on."""
-    hold.lease.reset(ttl, hold.lease.trusted_until)
-    _ = runtime.current.watchdog.wake()
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
@@ -89,14 +88,10 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
 
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
-    fence = sequencer.fence
-    info = yield from tenures.inspect(lock._place.store().database, sequencer.key)
+    key, _, fence = sequencer
+    info = yield from tenures.inspect(lock._place.store().database, key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
-        taken = info is not None and info.fence != fence
-        given_back = info is not None and not info.owner
-        why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
-        loss = Loss(Reason.FREED if given_back and not taken else why)
-        raise lock._lost_tenure(fence, loss)
+        raise lock._lost_tenure(fence, tenures.loss_of(Tenure(key, "", fence), info))
     return sequencer
 
 

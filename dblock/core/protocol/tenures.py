@@ -224,10 +224,10 @@ def renew(
 
 def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
     """Read why a tenure is over."""
-    return _loss(tenure, (yield from inspect(database, tenure.key)))
+    return loss_of(tenure, (yield from inspect(database, tenure.key)))
 
 
-def _loss(tenure: Tenure, info: LockInfo | None) -> Loss:
+def loss_of(tenure: Tenure, info: LockInfo | None) -> Loss:
     """Why a tenure is over, by the key's row."""
     if info is None and SHARE in tenure.key:  # a writer deletes the rows of readers whose lease is over
         return Loss(Reason.EXPIRED)
@@ -258,7 +258,7 @@ def attach(database: Database, tenure: Tenure, owner: str, request: Parameters) 
         found = yield from epoch.read(database, until)
         info = yield from inspect(database, tenure.key)
         if info is None or not _shows(info, tenure):
-            return _loss(tenure, info)
+            return loss_of(tenure, info)
         # Keys are closed; or they were until the server was found just now, or the hold was detached just now.
         if (yield from epoch.closed_for(database, info, until)) or database.now() >= until:
             message = f"could not enter {tenure.key!r} by its token: keys were {found}; try again then"
