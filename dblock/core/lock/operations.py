@@ -14,7 +14,7 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
 from dblock.core.lock.refusals import stale_snapshot
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Execute, Steps, call, undone
+from dblock.core.protocol.steps import Execute, Parameters, Steps, call, undone
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_ttl
 from dblock.core.values import Grant, LockInfo, Seconds, Tenure
@@ -73,7 +73,7 @@ def guard(lock: BaseLock, given: object = None, *, awaits: bool = False) -> Step
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
     hold.grant.guarded = True
-    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.ttl + hold.lease.grace}
+    known: Parameters = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.ttl + hold.lease.grace}
     step = Execute(store, store.pin, known)
     pinned, error = yield from call(lock._place.apin if awaits else lock._place.pin, hold, given, step)
     if error is not None:
