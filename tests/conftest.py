@@ -193,7 +193,7 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     handler: Any = pytest.LogCaptureFixture.handler
 
     def delivered(self: pytest.LogCaptureFixture) -> Any:
-        _ = deliveries.is_calling() or deliveries.flush(5)
+        _ = deliveries.flush(5)
         return handler.fget(self)
 
     monkeypatch.setattr(pytest.LogCaptureFixture, "handler", property(delivered))

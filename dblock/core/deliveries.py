@@ -58,15 +58,11 @@ class Deliveries(Worker):
             self._calls.append(call)
         _ = self.wake()
 
-    def is_calling(self) -> bool:
-        """Whether the running thread is making such a call."""
-        return threading.current_thread() is self._thread
-
     def flush(self, seconds: float) -> bool:
-        """Wait until all calls have been made; False if that takes longer."""
+        """Wait until all calls have been made; False if that takes longer, or one of them asks for it."""
         end = time.monotonic() + seconds
         while self.pending:
-            if time.monotonic() > end:
+            if time.monotonic() > end or threading.current_thread() is self._thread:
                 return False
             if self.wake() is not None:  # no thread can be started: the interpreter is ending, say
                 _ = self._make_next()

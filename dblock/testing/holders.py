@@ -184,8 +184,7 @@ def frozen_renewal() -> Generator[None]:
 
 def await_callbacks() -> None:
     """Wait until the callbacks have ended that were told of a lost lock, or of one at risk."""
-    if not deliveries.is_calling():
-        _ = deliveries.flush(PATIENCE)
+    _ = deliveries.flush(PATIENCE)
 
 
 def _holds(key: str) -> list[Hold]:

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar, Token
 from operator import call
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from dblock.core import timing
 from dblock.core.errors import LockError
@@ -188,26 +188,28 @@ def current_task() -> Any:
     return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
-class HoldObserver(Protocol):
+class HoldObserver:
     """What a hold needs of the lock objects that it was entered through."""
 
     options: Options
-    _reading: int
-    forked_from: int | None
+    forked_from: int | None = None
     """The parent process, if it held this very object when it forked this process."""
-    _majority: str
+    _reading = 0
+    """1: it is the lock of a reader."""
+    _majority = ""
+    """Of the lock on one database of a majority lock: the names of all its databases."""
     _place: Any
 
-    def _interrupt_body(self, hold: Hold, /) -> None:
+    def _interrupt_body(self, hold: Hold) -> None:
         """End the body under the lost hold. The watching thread calls it, so it waits for nothing.
 
         Code that ends its bodies in another way puts its own function in the place of this method.
         """
-        ...
+        raise NotImplementedError
 
     def _who_hears(self, of: str, **known: object) -> list[Callable[[], object]]:
         """Whom to tell what the option `of` is a callback for: `on_lost`, `on_at_risk` or `on_revoke`."""
-        ...
+        raise NotImplementedError
 
 
 class Entry:

@@ -19,7 +19,7 @@ from dblock.core.acquire import acquiring
 from dblock.core.acquire.request import Refused, wrong_kind
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason
-from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.holding.flow import Block, Flow, Hold, HoldObserver
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.place import Place
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
@@ -34,21 +34,16 @@ from dblock.core.values import Grant, KeyKind, LockInfo, Seconds, State
 T = TypeVar("T")
 
 
-class BaseLock:
+class BaseLock(HoldObserver):
     """A lock object, apart from how its statements are run."""
 
-    forked_from: int | None = None
-    """The parent process, if it held this very object when it forked this process."""
+    _place: Place
     _flow: Flow | None = None
     """The flow that owns what is taken through this object; None: the one that runs."""
     _kind = KeyKind.LOCK
     """What its key is used for."""
     _valid_key = staticmethod(valid_key)
     """Checks its key, and those of the calls of a decorated function."""
-    _reading = 0
-    """1: it is the lock of a reader."""
-    _majority = ""
-    """Of the lock on one database of a majority lock: the names of all its databases."""
     _acquires: Callable[..., Steps[Hold | Refused]]
     _leaves: Callable[..., Steps[None]]
     _stands_by = False
