@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import handover, waiting
+from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
@@ -180,7 +180,7 @@ def trusts_too_long(patch: Callable[..., None]) -> None:
 
 def nothing_is_undone(patch: Callable[..., None]) -> None:
     """What an interrupt has left behind stays."""
-    patch(waiting, "undo_take", skipped())
+    patch(handover, "undo_takes", skipped())
 
 
 def nobody_leaves_the_queue(patch: Callable[..., None]) -> None:

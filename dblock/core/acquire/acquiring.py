@@ -14,7 +14,6 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
-    StoreBusy,
     StoreLocked,
     StoreUnanswered,
 )
@@ -29,36 +28,30 @@ from dblock.core.values import Grant, LockInfo
 def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
     """A grant, or why the key could not be acquired in time. Outages of the database are part of the wait."""
     site, key, deadline = attempt.site, attempt.request.key, attempt.deadline
-    database = site.database
     found: Grant | Refused | None = None
     try:
-        try:
-            yield from await_first_answer(attempt)
-            busy = attempt.held_in_process or site.expects_contention(key)
-            if busy and attempt.request.fair and attempt.start < deadline:
-                with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
-                    attempt.enter(None)
-            while found is None:
-                if attempt.stage is Stage.OUTSIDE:
-                    site.local_queues.enter_taking(attempt)
-                    found, answered = yield from _try(attempt, database.dialect.take)
-                    if found is None:
-                        found = yield from _try_again(attempt, answered)
-                else:
-                    found = yield from attempt.wait()
-            attempt.leave(found if isinstance(found, Grant) else None)
-        except LockStoreError as error:
-            yield from attempt.clean_up(behind=True)
-            slow = not attempt.broken and database.now() >= deadline and database.only_late(error)
-            if not (slow or isinstance(error, StoreBusy)):
-                raise
-            found = Refused(busy=error)
-    except (GeneratorExit, LockStoreError):  # nothing drives further steps, or it is cleaned up
+        yield from await_first_answer(attempt)
+        busy = attempt.held_in_process or site.expects_contention(key)
+        if busy and attempt.request.fair and attempt.start < deadline:
+            with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
+                attempt.enter(None)
+        while found is None:
+            if attempt.stage is Stage.OUTSIDE:
+                site.local_queues.enter_taking(attempt)
+                found, answered = yield from _try(attempt, site.database.dialect.take)
+                if found is None:
+                    found = yield from _try_again(attempt, answered)
+            else:
+                found = yield from attempt.wait()
+        attempt.leave(found if isinstance(found, Grant) else None)
+    except GeneratorExit:  # nothing drives further steps
         attempt.leave()
         raise
-    except BaseException:
-        yield from attempt.clean_up(behind=False)
-        raise
+    except BaseException as error:
+        yield from attempt.clean_up(behind=isinstance(error, LockStoreError))
+        if not isinstance(error, LockStoreError):
+            raise
+        found = attempt.refusal(error)
     return found
 
 
