@@ -141,7 +141,6 @@ def given_back_twice(patch: Callable[..., None]) -> None:
     def confirm(self: LocalQueue, heir: Attempt, grant: Grant) -> bool:
         if heir.stage in {Stage.OFFERED, Stage.QUEUED}:
             heir.grant = grant
-            heir.move(Stage.HANDED_OVER)
             heir.wakeup.notify()
             return True
         return False

@@ -170,7 +170,7 @@ class Attempt(Waiting):
             _ = self.wakeup.consume()
             return None
         before = self.local_queue.begin_queueing(self)
-        if before is Stage.HANDED_OVER:
+        if self.grant is not None:
             return None
         key, services = self.request.key, self.find_services()
         if before is Stage.OFFERED:  # the flow that offered the key has not reported the result
