@@ -602,7 +602,7 @@ def _adder(kind: Any) -> Callable[[Any, Any, Flat], None]:
 
 _ATTRIBUTES: dict[type, list[str]] = {
     LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
-    Sharing: ["deadline", "until", "held_door", "got"],
+    Sharing: ["attempt", "held_door", "got"],
     BinarySemaphore: ["_lock"],
 }
 """What matters of objects that do not say it themselves."""

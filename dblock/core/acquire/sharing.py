@@ -85,7 +85,6 @@ class Sharing:
         term = min(self.request.ttl, self.timing.waiter_ttl)
         self.waiting = self.request._replace(ttl=term, life=term)
         """The request of one that may not begin yet."""
-        self.deadline, self.until = attempt.deadline, attempt.until
         self.held_door: Grant | None = None
         """The tenure of the door, until it is handed on."""
         self.got: list[Grant] = []
@@ -118,7 +117,6 @@ class Sharing:
         """
         try:
             yield from await_first_answer(self.attempt)
-            self.until = self.attempt.until
             return (yield from undone(lambda: steps, self._leave_all))
         except LockStoreError as error:
             return self.attempt.refusal(error)
@@ -132,7 +130,7 @@ class Sharing:
 
         Half of the time of a try is left for the last one.
         """
-        left = self.until - self.database.now()
+        left = self.attempt.until - self.database.now()
         if self.attempt.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
             return False
         yield from sleep(self.database.store, min(pause, max(left, 0.0) / 4))
@@ -152,7 +150,7 @@ class Sharing:
             elif (grant := (yield from self._at_door(door, self._read_at_door()))) is not None:
                 return grant
             else:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
-                refused, left = Refused(), self.deadline - self.database.now()
+                refused, left = Refused(), self.attempt.deadline - self.database.now()
                 if left > 0:
                     yield from sleep(self.database.store, min(next(growing), left))
                     continue
@@ -192,7 +190,7 @@ class Sharing:
                 return grant
             yield from self._give_up_door()
             if readers:
-                return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
+                return Refused((yield from look(self.database, str(readers[0][0]), self.attempt.until)))
 
     def _begin_write(self, door: Grant) -> Steps[tuple[list[Any] | None, Grant | None]]:
         """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any.
@@ -209,7 +207,7 @@ class Sharing:
     def _accept(self, grant: Grant) -> Steps[Grant | None]:
         """The tenure, which counts from now on, with a whole lease; None if it was lost."""
         request = self.request._replace(key=grant.tenure.key).parameters(grant.tenure.owner)
-        return (yield from queue.accept(self.database, request, grant.ticket, self.until))
+        return (yield from queue.accept(self.database, request, grant.ticket, self.attempt.until))
 
     def _readers(self, door: Grant) -> Steps[list[Any] | None]:
         """The readers in the way of a writer that has the door, or None if it was lost.
@@ -220,7 +218,7 @@ class Sharing:
         while True:
             tenure, bounds = door.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
-            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.until, resend=True)
+            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.attempt.until, resend=True)
             if alone:
                 return []
             if none_left:  # no share begins while this attempt has the door
@@ -233,12 +231,12 @@ class Sharing:
             if not ended:
                 return list(rows)
             over: Parameters = {"names": json.dumps(ended, ensure_ascii=False)}
-            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.until, resend=True)
+            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.attempt.until, resend=True)
             if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed, or keys are closed
                 return list(rows)
 
     def _listed(self, most: int) -> Steps[Rows]:
-        return (yield from listed(self.database, self.request.key, most, self.until))
+        return (yield from listed(self.database, self.request.key, most, self.attempt.until))
 
     # -- permits
 
@@ -253,7 +251,7 @@ class Sharing:
                 if self.attempt.timeout:
                     return door
                 # If permits are free, somebody else may just be taking one.
-                if (yield from free_slots(self.database, self.request.key, permits(), self.until)) < n:
+                if (yield from free_slots(self.database, self.request.key, permits(), self.attempt.until)) < n:
                     return door
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
@@ -265,7 +263,7 @@ class Sharing:
                 return self.got
             yield from leave_shares(self.site, self.got)
             if others:
-                return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+                return Refused((yield from look(self.database, str(others[0][0]), self.attempt.until)))
 
     def _begin_all(self) -> Steps[None]:
         """Let the permits that were collected before the last one count from now on; those that were lost are gone."""
@@ -288,7 +286,7 @@ class Sharing:
         self.site.trying.enter(attempt, alone=False, handover_expected=False)
         try:
             grant = yield from self._take_slot(permits)
-            until = min(now() + self.timing.single_try, self.deadline)
+            until = min(now() + self.timing.single_try, self.attempt.deadline)
             while grant is None and attempt.local_queue.until_queueing(attempt) > 0 and (left := until - now()) > 0:
                 self.database.before_waiting()
                 yield from wait(self.database.store, left, attempt.wakeup)
@@ -359,7 +357,7 @@ class Sharing:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
         owner = request.new_owner()
         parameters = {**request.parameters(owner), **more}
-        beginning = partial(begin, self.database, statement, parameters, self.until)
+        beginning = partial(begin, self.database, statement, parameters, self.attempt.until)
         try:
             grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
         except StoreUnanswered:
@@ -388,18 +386,18 @@ class Sharing:
         began, renew_at = now(), -math.inf
         self.attempt.slow_wait.begin(self.attempt.start)
         try:
-            while shares and now() < self.deadline:
+            while shares and now() < self.attempt.deadline:
                 if now() >= renew_at:
                     if not (yield from self._renew(door, channel)):
                         return None
                     renew_at = now() + self.waiting.ttl / 3
-                    yield from epoch.find_server(self.database, self.until)
+                    yield from epoch.find_server(self.database, self.attempt.until)
                     shares = yield from look_for()
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
                 if now() >= self.attempt.slow_wait.due:
-                    share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
+                    share = yield from tenures.look(self.database, str(shares[0][0]), self.attempt.until)
                     slow.say(self.attempt.slow_wait, self.site, self.request, share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None
@@ -408,7 +406,7 @@ class Sharing:
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
-                pause = min(pause, soonest, min(self.deadline, renew_at, self.attempt.slow_wait.due) - now())
+                pause = min(pause, soonest, min(self.attempt.deadline, renew_at, self.attempt.slow_wait.due) - now())
                 yield from wait(self.database.store, max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()
@@ -419,15 +417,15 @@ class Sharing:
 
     def _renew(self, door: Grant, channel: str) -> Steps[bool]:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
-        term = self.waiting.ttl
+        term, until = self.waiting.ttl, self.attempt.until
         parameters = {**door.tenure._asdict(), "life": term, "channel": channel}
-        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, self.until, resend=True)
+        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, until, resend=True)
         if not rows:
             return False
         door.sent, door.term = sent, term
         if self.got:
             due = [(grant.tenure, term) for grant in self.got]
-            sent, alive = yield from tenures.renew(self.database, due, self.until)
+            sent, alive = yield from tenures.renew(self.database, due, until)
             self.got = [grant for grant in self.got if alive is None or grant.tenure in alive]
             for grant in self.got:
                 grant.sent = sent
