@@ -20,7 +20,7 @@ from dblock.core.errors import (
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import pauses, send
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import begin, look
+from dblock.core.protocol.tenures import begin, inspect
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 
@@ -86,7 +86,7 @@ def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None
     holder: LockInfo | None = None
     grant: Grant | None = None
     while grant is None:
-        before, holder = holder, (yield from look(database, key, until))
+        before, holder = holder, (yield from inspect(database, key, until))
         if holder is not None and holder.kind != request.kind:
             raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"

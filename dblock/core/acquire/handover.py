@@ -206,7 +206,7 @@ def undo_takes(site: Site, tokens: Sequence[tuple[str, str]], seconds: float, *,
             for owner, key in left[:]:
                 if database.now() > until:
                     return
-                info = yield from tenures.look(database, key, until)
+                info = yield from tenures.inspect(database, key, until)
                 if info is None or info.owner != owner:
                     continue
                 if (yield from end(site, Grant(Tenure(key, owner, info.fence)), until=until)):

@@ -33,7 +33,7 @@ from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, wait
-from dblock.core.protocol.tenures import begin, look
+from dblock.core.protocol.tenures import begin, inspect
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, Tenure, slot_of
@@ -190,7 +190,7 @@ class Sharing:
                 return grant
             yield from self._give_up_door()
             if readers:
-                return Refused((yield from look(self.database, str(readers[0][0]), self.attempt.until)))
+                return Refused((yield from inspect(self.database, str(readers[0][0]), self.attempt.until)))
 
     def _begin_write(self, door: Grant) -> Steps[tuple[list[Any] | None, Grant | None]]:
         """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any.
@@ -263,7 +263,7 @@ class Sharing:
                 return self.got
             yield from leave_shares(self.site, self.got)
             if others:
-                return Refused((yield from look(self.database, str(others[0][0]), self.attempt.until)))
+                return Refused((yield from inspect(self.database, str(others[0][0]), self.attempt.until)))
 
     def _begin_all(self) -> Steps[None]:
         """Let the permits that were collected before the last one count from now on; those that were lost are gone."""
@@ -397,7 +397,7 @@ class Sharing:
                 if now() - began >= self.timing.listen_after:
                     services.listen()
                 if now() >= self.attempt.slow_wait.due:
-                    share = yield from tenures.look(self.database, str(shares[0][0]), self.attempt.until)
+                    share = yield from tenures.inspect(self.database, str(shares[0][0]), self.attempt.until)
                     slow.say(self.attempt.slow_wait, self.site, self.request, share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None

@@ -22,7 +22,7 @@ from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import QueuePlace, QueueStatus
 from dblock.core.protocol.sending import Database, pauses
 from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
-from dblock.core.protocol.tenures import look
+from dblock.core.protocol.tenures import inspect
 from dblock.core.timing import Timing
 from dblock.core.values import MACHINE, Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
@@ -309,7 +309,7 @@ class Attempt(Waiting):
         local_queue = self.local_queue
         if local_queue.holder is None:
             try:
-                local_queue.holder = yield from look(self.database, self.request.key, self.until)
+                local_queue.holder = yield from inspect(self.database, self.request.key, self.until)
             except PASSING as error:
                 if local_queue.last_seen[0] is None:
                     raise StoreBusy(f"the database did not say in time who holds it: {error}") from error
