@@ -322,11 +322,10 @@ class Sharing:
         rows = yield from self._listed(2 * permits())
         known = {str(row[0]): row for row in rows}
         names = [slot_key(key, slot) for slot in range(permits())]
-        others = [known[name] for name in names if name in known and known[name][3] > 0 and name not in mine]
+        taken = mine | {name for name, row in known.items() if row[3] > 0}
+        others = [known[name] for name in names if name in taken and name not in mine]
         for name in names:
-            if len(self.got) == n:
-                break
-            if name in mine or (name in known and known[name][3] > 0):
+            if len(self.got) == n or name in taken:
                 continue
             statement = self.dialect.take if name in known else self.dialect.create
             life = self.request.life if len(self.got) == n - 1 else self.waiting.life
