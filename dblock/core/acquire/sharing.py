@@ -116,7 +116,8 @@ class Sharing:
         Whatever ends them early, the door is handed on, and what was begun is left.
         """
         try:
-            yield from await_first_answer(self.attempt)
+            if self.attempt.deadline < self.attempt.start + self.timing.single_try:
+                yield from await_first_answer(self.attempt)
             return (yield from undone(lambda: steps, self._leave_all))
         except LockStoreError as error:
             return self.attempt.refusal(error)
