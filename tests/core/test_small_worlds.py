@@ -190,7 +190,7 @@ def withdraws_blindly(patch: Callable[..., None]) -> None:
     """A place is deleted, and what was granted there is not given back."""
 
     def withdraw(site: Site, places: Any) -> Any:
-        _ = yield from queue.leave_queue(site.database, [owner for owner, _ in places])
+        _ = yield from queue.leave_queue(site.database, [owner for owner, _ in places], 1.0)
 
     patch(handover, "withdraw", withdraw)
 

@@ -48,11 +48,6 @@ class Listener:
             if not self._runs():
                 self._runs = self._store.in_background(self._run)
 
-    def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + timing.DEFAULT.linger or self._wakeups.anybody_waits(
-            self._store.database
-        )
-
     def _run(self) -> None:
         try:
             self._listen()
@@ -76,8 +71,8 @@ class Listener:
             return
         try:
             self._tell_all(ready=True)  # for notifications that were sent before
-            heard_at = clock.now()
-            while self._wanted():
+            heard_at, linger, database = clock.now(), timing.DEFAULT.linger, self._store.database
+            while clock.now() < self._wanted_at + linger or self._wakeups.anybody_waits(database):
                 messages = subscription.listen(timing.DEFAULT.attention)
                 for message in messages:
                     self._wakeups.on_message(message)
