@@ -191,28 +191,26 @@ def undo_take(site: Site, key: str, owner: str, *, again: bool = True) -> Steps[
 
 
 def undo_takes(site: Site, tokens: Sequence[tuple[str, str]], seconds: float, *, again: bool = True) -> Steps[None]:
-    """Free what the takes of these owner tokens, given with their keys, may have begun, for so many seconds.
+    """Free what takes may have begun, given as owner tokens with their keys; what is not freed in time expires.
 
     `again`: read twice, because the server may still be executing a take at first.
     """
     database, left = site.database, list(tokens)
     until = database.now() + seconds
-    try:
-        for pause in (0.0, 3 * database.timing.settle) if again else (0.0,):
-            if pause:
-                if not left or database.now() + pause > until:
-                    return
-                yield from sleep(database.store, pause)
-            for owner, key in left[:]:
-                if database.now() > until:
-                    return
+    for pause in (0.0, 3 * database.timing.settle) if again else (0.0,):
+        if pause:
+            if not left or database.now() + pause > until:
+                return
+            yield from sleep(database.store, pause)
+        for owner, key in left[:]:
+            if database.now() > until:
+                return
+            with contextlib.suppress(Exception):  # nothing may hide what interrupted the take
                 info = yield from tenures.inspect(database, key, until)
                 if info is None or info.owner != owner:
                     continue
                 if (yield from end(site, Grant(Tenure(key, owner, info.fence)), until=until)):
                     left.remove((owner, key))  # else a statement that is still under way may have raised the fence
-    except Exception:  # noqa: BLE001 - must not hide what interrupted the take
-        return
 
 
 def withdraw(site: Site, places: Sequence[tuple[str, str]], seconds: float | None = None) -> Steps[None]:
