@@ -194,7 +194,7 @@ class Member:
 
     def look(self, limit: float) -> Steps[LockInfo | None]:
         """The row."""
-        return tenures.look(self.database, self.lock.key, self.database.now() + limit)
+        return tenures.inspect(self.database, self.lock.key, self.database.now() + limit)
 
 
 def _kept(several: Iterator[Steps[Any]]) -> Steps[bool]:

@@ -322,7 +322,7 @@ def does_not_look_again(patch: Patch) -> None:
     """The holder of the door says that it waits after it has looked, instead of before."""
     until_none = Sharing._until_none
 
-    def blind(self: Sharing, held: Any, look_for: Callable[[], Steps[list[Any]]], got: Any = None) -> Steps[Any]:
+    def blind(self: Sharing, held: Any, look_for: Callable[[], Steps[list[Any]]]) -> Steps[Any]:
         found: list[list[Any]] = []
 
         def looks() -> Steps[list[Any]]:
@@ -332,14 +332,15 @@ def does_not_look_again(patch: Patch) -> None:
                 found.append(found[0])
             return found[-1]
 
-        return until_none(self, held, looks, got)
+        return until_none(self, held, looks)
 
     patch(Sharing, "_until_none", blind)
 
 
 def hands_on_before_it_enters(patch: Patch) -> None:
     def early(self: Sharing, held: Any, inside: Steps[Any]) -> Steps[Any]:
-        yield from self._give_up_door(held)
+        self.held_door = held
+        yield from self._give_up_door()
         return (yield from inside)
 
     patch(Sharing, "_at_door", early)
@@ -368,11 +369,11 @@ def lets_expire_what_it_has(patch: Patch) -> None:
     """The door is not renewed while its holder waits for permits."""
     renew = Sharing._renew
 
-    def once(self: Sharing, held: Any, channel: str, got: Any) -> Steps[bool]:
+    def once(self: Sharing, held: Any, channel: str) -> Steps[bool]:
         if held.term:
             yield from ()
             return True
-        return (yield from renew(self, held, channel, got))
+        return (yield from renew(self, held, channel))
 
     patch(Sharing, "_renew", once)
 

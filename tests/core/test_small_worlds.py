@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import handover, waiting
+from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
@@ -141,7 +141,6 @@ def given_back_twice(patch: Callable[..., None]) -> None:
     def confirm(self: LocalQueue, heir: Attempt, grant: Grant) -> bool:
         if heir.stage in {Stage.OFFERED, Stage.QUEUED}:
             heir.grant = grant
-            heir.move(Stage.HANDED_OVER)
             heir.wakeup.notify()
             return True
         return False
@@ -180,7 +179,7 @@ def trusts_too_long(patch: Callable[..., None]) -> None:
 
 def nothing_is_undone(patch: Callable[..., None]) -> None:
     """What an interrupt has left behind stays."""
-    patch(waiting, "undo_take", skipped())
+    patch(handover, "undo_takes", skipped())
 
 
 def nobody_leaves_the_queue(patch: Callable[..., None]) -> None:
@@ -191,7 +190,7 @@ def withdraws_blindly(patch: Callable[..., None]) -> None:
     """A place is deleted, and what was granted there is not given back."""
 
     def withdraw(site: Site, places: Any) -> Any:
-        _ = yield from queue.leave_queue(site.database, [owner for owner, _ in places])
+        _ = yield from queue.leave_queue(site.database, [owner for owner, _ in places], 1.0)
 
     patch(handover, "withdraw", withdraw)
 

@@ -142,9 +142,10 @@ async def strike_each(stage: Stage) -> list[str]:
 
 def lines() -> list[str]:
     """The keys of the local queues; a flow that comes to one passes over those that have not been seen for long."""
-    queues = [site.local_queues for site in runtime.current._sites.values()]
-    for local_queue in [local_queue for each in queues for local_queue in list(each.values())]:
-        local_queue.expect_no_handover()
+    queues = [each for site in runtime.current._sites.values() for each in (site.local_queues, site.trying)]
+    for local_queues in queues:
+        for key in list(local_queues):
+            local_queues.released(key)
     return [key for each in queues for key in each]
 
 

@@ -474,7 +474,8 @@ class Canon:
                 )
                 self._add_each(known, flows[-1])
         own = Flat(flows)
-        shared = (house.channel, site.slots, house.wakeups._unclaimed, site.local_queues, site._contended)
+        queues = site.local_queues, site.trying
+        shared = (house.channel, site.slots, house.wakeups._unclaimed, queues, site._contended)
         self._add_each(shared, own)
         return own
 
@@ -601,7 +602,7 @@ def _adder(kind: Any) -> Callable[[Any, Any, Flat], None]:
 
 _ATTRIBUTES: dict[type, list[str]] = {
     LocalQueue: ["_waiters", "handover_expected_until", "last_seen"],
-    Sharing: ["deadline", "until"],
+    Sharing: ["attempt", "held_door", "got"],
     BinarySemaphore: ["_lock"],
 }
 """What matters of objects that do not say it themselves."""

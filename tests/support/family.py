@@ -61,13 +61,6 @@ def _grants(flow: Flow, house: House) -> list[Grant]:
     return flow.grants if isinstance(flow, Member) and flow.house is house else []
 
 
-@dataclass
-class Permits:
-    """A semaphore as an attempt sees it."""
-
-    permits: int
-
-
 @dataclass(eq=False)
 class Member(Flow):
     """A flow that enters once, and leaves.
@@ -105,7 +98,7 @@ class Member(Flow):
             if kind is KeyKind.LOCK:
                 found: Any = yield from self._take("jk" if self.does == "b" else self.does, request)
             elif permit:
-                found = yield from sharing.acquire(Permits(self.permits), int(self.does))
+                found = yield from sharing.acquire(lambda: self.permits, int(self.does))
             else:
                 found = yield from (sharing.read() if reading else sharing.write())
         finally:

@@ -31,7 +31,7 @@ def pause_of(step: Step) -> float:
 def skipped(answer: Any = None) -> Callable[..., Steps[Any]]:
     """For the place of steps that a broken protocol leaves out: nothing is done, and that is what they come to."""
 
-    def steps(*_: Any) -> Steps[Any]:
+    def steps(*_: Any, **__: Any) -> Steps[Any]:
         yield from ()
         return answer
 

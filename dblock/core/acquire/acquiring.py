@@ -14,14 +14,13 @@ from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
-    StoreBusy,
     StoreLocked,
     StoreUnanswered,
 )
 from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import pauses, send
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import begin, look
+from dblock.core.protocol.tenures import begin, inspect
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 
@@ -29,36 +28,29 @@ from dblock.core.values import Grant, LockInfo
 def acquire(attempt: Attempt) -> Steps[Grant | Refused]:
     """A grant, or why the key could not be acquired in time. Outages of the database are part of the wait."""
     site, key, deadline = attempt.site, attempt.request.key, attempt.deadline
-    database = site.database
     found: Grant | Refused | None = None
     try:
-        try:
+        if deadline < attempt.start + attempt.timing.single_try:
             yield from await_first_answer(attempt)
-            busy = attempt.held_in_process or site.expects_contention(key)
-            if busy and attempt.request.fair and attempt.start < deadline:
-                with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
-                    attempt.enter(None)
-            while found is None:
-                if attempt.stage is Stage.OUTSIDE:
-                    site.local_queues.enter_taking(attempt)
-                    found, answered = yield from _try(attempt, database.dialect.take)
-                    if found is None:
-                        found = yield from _try_again(attempt, answered)
-                else:
-                    found = yield from attempt.wait()
-            attempt.leave(found if isinstance(found, Grant) else None)
-        except LockStoreError as error:
-            yield from attempt.clean_up(behind=True)
-            slow = not attempt.broken and database.now() >= deadline and database.only_late(error)
-            if not (slow or isinstance(error, StoreBusy)):
-                raise
-            found = Refused(busy=error)
-    except (GeneratorExit, LockStoreError):  # nothing drives further steps, or it is cleaned up
+        busy = attempt.held_in_process or site.expects_contention(key)
+        if busy and attempt.request.fair and attempt.start < deadline:
+            with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
+                attempt.enter(None)
+        while found is None:
+            if attempt.stage is Stage.OUTSIDE:
+                site.local_queues.enter_taking(attempt)
+                found = yield from _take(attempt)
+            else:
+                found = yield from attempt.wait()
+        attempt.leave(found if isinstance(found, Grant) else None)
+    except GeneratorExit:  # nothing drives further steps
         attempt.leave()
         raise
-    except BaseException:
-        yield from attempt.clean_up(behind=False)
-        raise
+    except BaseException as error:
+        yield from attempt.clean_up(behind=isinstance(error, LockStoreError))
+        if not isinstance(error, LockStoreError):
+            raise
+        found = attempt.refusal(error)
     return found
 
 
@@ -70,7 +62,7 @@ def await_first_answer(attempt: Attempt) -> Steps[None]:
     answers for as long as a try may take.
     """
     database, start, single_try = attempt.site.database, attempt.start, attempt.timing.single_try
-    if attempt.deadline >= start + single_try or database.dialect.single_writer:  # to a file one connects at once
+    if database.dialect.single_writer:  # to a file one connects at once
         return
     first = database.latency.first_asked(start) + database.timing.first_connection
     if first > start + single_try:
@@ -79,8 +71,8 @@ def await_first_answer(attempt: Attempt) -> Steps[None]:
         attempt.until = max(attempt.until, database.now() + single_try)
 
 
-def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None]:
-    """Find out why the first try did not get the key, and try again; `answered`: the database has answered it in time.
+def _take(attempt: Attempt) -> Steps[Grant | Refused | None]:
+    """Try to take the key; else find out why it could not be taken, and try again.
 
     None if the flow has to wait, in which case it has entered a local queue.
     """
@@ -91,9 +83,11 @@ def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None
     growing = pauses()
     tries = 0
     holder: LockInfo | None = None
-    grant: Grant | None = None
-    while grant is None:
-        before, holder = holder, (yield from look(database, key, until))
+    while True:
+        grant, answered = yield from _try(attempt, statement)
+        if grant is not None:
+            return grant
+        before, holder = holder, (yield from inspect(database, key, until))
         if holder is not None and holder.kind != request.kind:
             raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"
@@ -102,7 +96,6 @@ def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None
             return Refused(holder)
         if holder is None and statement is dialect.take:
             statement = dialect.create
-            grant, answered = yield from _try(attempt, statement)
             continue
         statement = dialect.create if holder is None else dialect.take
         if answered:
@@ -121,8 +114,6 @@ def _try_again(attempt: Attempt, answered: bool) -> Steps[Grant | Refused | None
         if tries > 1 or not answered:
             pause = max(next(growing), min(closed, attempt.timing.poll_max))
             yield from sleep(database.store, min(pause, max(until - now(), 0.0)))
-        grant, answered = yield from _try(attempt, statement)
-    return grant
 
 
 def _try(attempt: Attempt, statement: Statement) -> Steps[tuple[Grant | None, bool]]:

@@ -98,18 +98,13 @@ def release(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
 
     Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over.
     """
-    likely = held.ticket or site.expects_contention(held.tenure.key)
-    direct = likely and not (min_hold or held.handed_over or SHARE in held.tenure.key)
-    return _grant_or_end(site, held) if direct else end(site, held, min_hold=min_hold)
-
-
-def _grant_or_end(site: Site, held: Grant) -> Steps[bool]:
-    lost = False
-    try:
-        _ = yield from grant(site, held.tenure.key, held.ticket + 1, held)
-    except LockStoreError as error:
-        lost = isinstance(error, StoreUnanswered)
-    return (yield from end(site, held)) or lost  # if the answer was lost, it was handed over
+    lost, key = False, held.tenure.key
+    if (held.ticket or site.expects_contention(key)) and not (min_hold or held.handed_over or SHARE in key):
+        try:
+            _ = yield from grant(site, key, held.ticket + 1, held)
+        except LockStoreError as error:
+            lost = isinstance(error, StoreUnanswered)
+    return (yield from end(site, held, min_hold=min_hold)) or lost  # if the answer was lost, it was handed over
 
 
 def end(site: Site, held: Grant, *, min_hold: float = 0.0, until: float | None = None) -> Steps[bool]:
@@ -190,49 +185,49 @@ def pass_on(site: Site, held: Grant, *, min_hold: float = 0.0) -> Steps[bool]:
             site.local_queues.released(key)
 
 
-def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *, again: bool = True) -> Steps[None]:
-    """Free the tenure that an interrupted take may have begun; after an error its lease expires.
+def undo_take(site: Site, key: str, owner: str, *, again: bool = True) -> Steps[None]:
+    """Free the tenure that an interrupted take may have begun; after an error its lease expires."""
+    return undo_takes(site, [(owner, key)], site.database.timing.undo_timeout, again=again)
 
-    `again`: read twice, because the server may still be executing the take at first.
+
+def undo_takes(site: Site, tokens: Sequence[tuple[str, str]], seconds: float, *, again: bool = True) -> Steps[None]:
+    """Free what takes may have begun, given as owner tokens with their keys; what is not freed in time expires.
+
+    `again`: read twice, because the server may still be executing a take at first.
     """
-    now = site.database.now
-    until = now() + (site.database.timing.undo_timeout if seconds is None else seconds)
-    try:
-        for pause in (0.0, 3 * site.database.timing.settle) if again else (0.0,):
-            if pause and now() + pause > until:
+    database, left = site.database, list(tokens)
+    until = database.now() + seconds
+    for pause in (0.0, 3 * database.timing.settle) if again else (0.0,):
+        if pause:
+            if not left or database.now() + pause > until:
                 return
-            if pause:
-                yield from sleep(site.database.store, pause)
-            info = yield from tenures.look(site.database, key, until)
-            if info is None or info.owner != owner:
-                continue
-            if (yield from end(site, Grant(Tenure(key, owner, info.fence)), until=until)):
-                return  # else a statement that is still under way may have raised the fence meanwhile
-    except Exception:  # noqa: BLE001 - must not hide what interrupted the take
-        return
+            yield from sleep(database.store, pause)
+        for owner, key in left[:]:
+            if database.now() > until:
+                return
+            with contextlib.suppress(Exception):  # nothing may hide what interrupted the take
+                info = yield from tenures.inspect(database, key, until)
+                if info is None or info.owner != owner:
+                    continue
+                if (yield from end(site, Grant(Tenure(key, owner, info.fence)), until=until)):
+                    left.remove((owner, key))  # else a statement that is still under way may have raised the fence
 
 
-def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
+def withdraw(site: Site, places: Sequence[tuple[str, str]], seconds: float | None = None) -> Steps[None]:
     """Delete places, given as owner tokens with their keys, and release each key that was granted to one.
 
     With an empty key nothing is released. A deleted place is granted nothing; and with `grant_leaves` nothing was
-    granted to a place that was still there, since a grant deletes it in its own transaction. After an error the places
-    and the leases expire.
+    granted to a place that was still there, since a grant deletes it in its own transaction. After an error, and after
+    so many seconds, by default as long as statements are resent, the places and the leases expire.
     """
     database = site.database
-    until = database.now() + database.timing.retry_budget
-    deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], database.timing.retry_budget)
-    if deleted == len(places) and database.dialect.grant_leaves:
-        return
-    # The server may still be executing a grant at first.
-    for pause in (0.0, 3 * database.timing.settle) if deleted < len(places) else (0.0,):
-        if pause:
-            yield from sleep(database.store, pause)
-        for owner, key in places:
-            if database.now() >= until:
-                return
-            if key:
-                yield from undo_take(site, key, owner, until - database.now(), again=False)
+    seconds = database.timing.retry_budget if seconds is None else seconds
+    until = database.now() + seconds
+    deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], seconds)
+    if deleted < len(places) or not database.dialect.grant_leaves:
+        # The server may still be executing a grant at first.
+        granted = [(owner, key) for owner, key in places if key]
+        yield from undo_takes(site, granted, until - database.now(), again=deleted < len(places))
 
 
 def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:

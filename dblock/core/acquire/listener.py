@@ -31,9 +31,8 @@ class Listener:
         self._wanted_at = 0.0
         self._lock = threading.RLock()  # a signal handler may wait for a lock
         self._runs: Callable[[], bool] = lambda: False
-        self._unavailable = False
         self._rests_until = 0.0
-        """The local time until which it does not listen, after a failure."""
+        """The local time until which it does not listen, after a failure; infinite if the database cannot notify it."""
         self._warns_at: float | None = None
         """The local time from which a failure is logged, once, as an outage is for all flows; None before the first."""
         self.ready = False
@@ -42,16 +41,11 @@ class Listener:
     def want(self) -> None:
         """Listen, as a flow waits; it says so at each poll."""
         self._wanted_at = clock.now()
-        if self._unavailable or self._wanted_at < self._rests_until or self._runs():
+        if self._wanted_at < self._rests_until or self._runs():
             return
         with self._lock, contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is ending
             if not self._runs():
                 self._runs = self._store.in_background(self._run)
-
-    def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + timing.DEFAULT.linger or self._wakeups.anybody_waits(
-            self._store.database
-        )
 
     def _run(self) -> None:
         try:
@@ -70,14 +64,14 @@ class Listener:
     def _listen(self) -> None:
         subscription = self._store.subscribe(self._channel, self._wakeups)
         if subscription is None:
-            self._unavailable = True
+            self._rests_until = math.inf
             why = "a pooler is in between, the driver cannot listen, or listening is switched off"
             warn("the database cannot notify this process (%s): waiters poll more often", why)
             return
         try:
             self._tell_all(ready=True)  # for notifications that were sent before
-            heard_at = clock.now()
-            while self._wanted():
+            heard_at, linger, database = clock.now(), timing.DEFAULT.linger, self._store.database
+            while clock.now() < self._wanted_at + linger or self._wakeups.anybody_waits(database):
                 messages = subscription.listen(timing.DEFAULT.attention)
                 for message in messages:
                     self._wakeups.on_message(message)

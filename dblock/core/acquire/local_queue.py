@@ -18,7 +18,8 @@ offered it next. What the database may have under its token, the stage says, and
     WAITING       nothing
     OFFERED       a tenure, which a holder of this process is handing over
     QUEUED        a place, and the tenure that is granted to it, or that such a holder was handing over
-    HANDED_OVER   that tenure, and the place that the flow had
+
+A flow that is OFFERED or QUEUED was handed the key once it has a `grant`.
 
 - A flow that finds no local queue makes one when it tries to take the key (`TAKING`): those that come meanwhile wait
   behind it, and need not try. It waits there as the first if it fails.
@@ -61,7 +62,6 @@ class Stage(Enum):
     WAITING = "waits in its local queue for its turn, or for an offer of the key"
     OFFERED = "a holder of this process is handing it the key, or lost the answer"
     QUEUED = "waits in the database's queue, for all of its local queue"
-    HANDED_OVER = "was handed the key by a holder of this process"
 
     __hash__ = object.__hash__  # Enum's own is written in Python
 
@@ -70,9 +70,8 @@ MOVES: Final = {
     Stage.OUTSIDE: {Stage.TAKING, Stage.WAITING},
     Stage.TAKING: {Stage.WAITING, Stage.OUTSIDE},
     Stage.WAITING: {Stage.OFFERED, Stage.QUEUED, Stage.OUTSIDE},
-    Stage.OFFERED: {Stage.WAITING, Stage.QUEUED, Stage.HANDED_OVER, Stage.OUTSIDE},
-    Stage.QUEUED: {Stage.WAITING, Stage.HANDED_OVER, Stage.OUTSIDE},
-    Stage.HANDED_OVER: {Stage.WAITING, Stage.OUTSIDE},
+    Stage.OFFERED: {Stage.WAITING, Stage.QUEUED, Stage.OUTSIDE},
+    Stage.QUEUED: {Stage.WAITING, Stage.OUTSIDE},
 }
 
 
@@ -137,7 +136,7 @@ class LocalQueue:
     def holder(self, info: LockInfo | None) -> None:
         self.last_seen = info, self._now()
 
-    def _first(self) -> Waiting | None:
+    def first(self) -> Waiting | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
         timing, now = self._beside.database.timing, self._now()
         while self._waiters:
@@ -165,7 +164,7 @@ class LocalQueue:
         """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""
         with self._beside.mutex:
             self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
-            if self._first() is not waiter:
+            if self.first() is not waiter:
                 return self._beside.database.timing.poll_notified
             return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
@@ -173,7 +172,7 @@ class LocalQueue:
         """Move the waiter to QUEUED, unless it has just been handed the key; returns its stage before."""
         with self._beside.mutex:
             before = waiter.stage
-            if before in {Stage.WAITING, Stage.OFFERED}:
+            if waiter.grant is None and before is not Stage.QUEUED:
                 waiter.move(Stage.QUEUED)
             return before
 
@@ -194,11 +193,9 @@ class LocalQueue:
         Without a tenure its place in the database's queue goes to the next, if that waits for its turn.
         """
         with self._beside.mutex:
-            if waiter.stage is Stage.OUTSIDE:  # interrupted here before
-                return
-            got, was_first = got or waiter.grant, len(self._waiters) > 1 and self._first() is waiter
+            got, was_first = got or waiter.grant, len(self._waiters) > 1 and self.first() is waiter
             self._remove(waiter)
-            first = self._first() if was_first else None
+            first = self.first() if was_first else None
             if first is not None:
                 if got is not None:
                     self.holder = about(waiter.request, got)
@@ -218,7 +215,7 @@ class LocalQueue:
     def offer(self) -> Waiting | None:
         """Offer the key to the first waiter; None if there is none at stage WAITING."""
         with self._beside.mutex:
-            first = self._first()
+            first = self.first()
             if first is None or first.stage is not Stage.WAITING:
                 return None
             self.expect_handover()
@@ -232,7 +229,6 @@ class LocalQueue:
                 return False
             if heir.stage in {Stage.OFFERED, Stage.QUEUED}:  # else it has read that from the database
                 heir.grant = grant
-                heir.move(Stage.HANDED_OVER)
                 heir.wakeup.notify()
             return True
 
@@ -245,14 +241,6 @@ class LocalQueue:
     def expect_handover(self) -> None:
         """Let the first waiter expect an offer for a moment."""
         self.handover_expected_until = self._now() + self._beside.database.timing.local_handover_wait
-
-    def expect_no_handover(self) -> None:
-        """Let the first waiter join the database's queue."""
-        with self._beside.mutex:
-            self.handover_expected_until = 0.0
-            first = self._first()
-            if first is not None and first.stage is not Stage.TAKING:
-                first.wakeup.notify()
 
 
 class LocalQueues(dict[str, LocalQueue]):
@@ -287,10 +275,14 @@ class LocalQueues(dict[str, LocalQueue]):
             _ = self.setdefault(key, local_queue)
 
     def released(self, key: str) -> None:
-        """Record that a flow of this process released the key to the database: no offer follows."""
+        """Let the first waiter join the database's queue: a flow of this process released the key, and offers none."""
         local_queue = self.get(key)
         if local_queue is not None:
-            local_queue.expect_no_handover()
+            with self.mutex:
+                local_queue.handover_expected_until = 0.0
+                first = local_queue.first()
+                if first is not None and first.stage is not Stage.TAKING:
+                    first.wakeup.notify()
 
     def leave_to_parent(self) -> None:
         """Empty them in a forked child: the waiters are the parent's, and so may be the mutex."""

@@ -19,9 +19,9 @@ import contextlib
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from dblock.core.acquire import handover, slow
 from dblock.core.acquire.acquiring import acquire, await_first_answer
@@ -29,11 +29,11 @@ from dblock.core.acquire.handover import door_bell, undo_take
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.site import REMEMBERED, Site
 from dblock.core.acquire.waiting import Attempt
-from dblock.core.errors import LockError, LockStoreError, StoreBusy, StoreUnanswered
+from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.protocol import epoch, queue, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, undone, wait
-from dblock.core.protocol.tenures import begin, look
+from dblock.core.protocol.tenures import begin, inspect
 from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, Tenure, slot_of
@@ -46,15 +46,6 @@ READERS_LISTED: Final = 8
 
 RETRIES: Final = 4
 """How often one that does not wait tries again at least, while others have the door for a moment."""
-
-
-class Semaphore(Protocol):
-    """What an attempt to acquire permits needs of the semaphore."""
-
-    @property
-    def permits(self) -> int:
-        """Their number, for this caller."""
-        ...
 
 
 def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]:
@@ -76,18 +67,13 @@ def free_slots(database: Database, key: str, permits: int, until: float | None =
     return sum(slot not in held for slot in range(permits))
 
 
-def leave_shares(site: Site, grants: Sequence[Grant]) -> Steps[None]:
-    """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
-    left = list(grants)
-    return undone(partial(_leave_each, site, left), partial(_leave_each, site, left))
-
-
-def _leave_each(site: Site, left: list[Grant]) -> Steps[None]:
+def leave_shares(site: Site, grants: list[Grant]) -> Steps[None]:
+    """Leave shares that were begun for nothing, and take them off the list; after an error their leases end."""
     until = site.database.now() + site.database.timing.undo_timeout
-    while left:
+    while grants:
         with contextlib.suppress(LockError):
-            _ = yield from handover.end(site, left[0], until=until)
-        _ = left.pop(0)
+            _ = yield from handover.end(site, grants[0], until=until)
+        _ = grants.pop(0)
 
 
 class Sharing:
@@ -99,7 +85,10 @@ class Sharing:
         term = min(self.request.ttl, self.timing.waiter_ttl)
         self.waiting = self.request._replace(ttl=term, life=term)
         """The request of one that may not begin yet."""
-        self.deadline, self.until = attempt.deadline, attempt.until
+        self.held_door: Grant | None = None
+        """The tenure of the door, until it is handed on."""
+        self.got: list[Grant] = []
+        """The permits that were collected, or the share of a reader that has come through the queue."""
 
     def door(self, request: Request) -> Steps[Grant | Refused]:
         """Acquire the door, in the time that is left."""
@@ -107,39 +96,42 @@ class Sharing:
 
     def read(self) -> Steps[Grant | Refused]:
         """Begin the tenure of a reader."""
-        return self._refusing(self._read())
+        return self._attempted(self._read())
 
     def write(self) -> Steps[Grant | Refused]:
         """Begin the tenure of a writer."""
-        return self._refusing(self._write())
+        return self._attempted(self._write())
 
-    def acquire(self, semaphore: Semaphore, n: int) -> Steps[list[Grant] | Refused]:
-        """Begin the tenures of `n` permits, or of none."""
-        return self._refusing(self._acquire(semaphore, n))
+    def acquire(self, permits: Callable[[], int], n: int) -> Steps[list[Grant] | Refused]:
+        """Begin the tenures of `n` permits, or of none; `permits` tells how many there are, for this caller."""
+        return self._attempted(self._acquire(permits, n))
 
     def downgrade(self, tenure: Tenure) -> Steps[Grant | None]:
         """Begin the tenure of a reader beside the writer's own, which has the door; None if that is over."""
         return self._begin_read(admitted=1, holder=tenure.owner, holders_fence=tenure.fence)
 
-    def _refusing(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
-        """The steps, with a refusal in place of the errors that only say that it took too long."""
+    def _attempted(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
+        """The steps, with a refusal in place of the errors that only say that it took too long.
+
+        Whatever ends them early, the door is handed on, and what was begun is left.
+        """
         try:
-            yield from await_first_answer(self.attempt)
-            self.until = self.attempt.until
-            return (yield from steps)
-        except StoreBusy as busy:
-            return Refused(busy=busy)
-        except LockStoreError as late:
-            if self.database.now() >= self.deadline and self.database.only_late(late):
-                return Refused(busy=late)
-            raise
+            if self.attempt.deadline < self.attempt.start + self.timing.single_try:
+                yield from await_first_answer(self.attempt)
+            return (yield from undone(lambda: steps, self._leave_all))
+        except LockStoreError as error:
+            return self.attempt.refusal(error)
+
+    def _leave_all(self) -> Steps[None]:
+        yield from self._give_up_door()
+        yield from leave_shares(self.site, self.got)
 
     def _pause_of_a_try(self, tries: int, pause: float) -> Steps[bool]:
         """Pause before one that does not wait tries again; False if it waits, or has tried for long enough.
 
         Half of the time of a try is left for the last one.
         """
-        left = self.until - self.database.now()
+        left = self.attempt.until - self.database.now()
         if self.attempt.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
             return False
         yield from sleep(self.database.store, min(pause, max(left, 0.0) / 4))
@@ -159,7 +151,7 @@ class Sharing:
             elif (grant := (yield from self._at_door(door, self._read_at_door()))) is not None:
                 return grant
             else:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
-                refused, left = Refused(), self.deadline - self.database.now()
+                refused, left = Refused(), self.attempt.deadline - self.database.now()
                 if left > 0:
                     yield from sleep(self.database.store, min(next(growing), left))
                     continue
@@ -178,7 +170,10 @@ class Sharing:
             if len(ended) >= REMEMBERED:
                 ended.clear()
             ended[key] = now + self.timing.end_key_lasts
-        return (yield from self._begin_read(admitted=1))
+        grant = yield from self._begin_read(admitted=1)
+        if grant is not None:
+            self.got.append(grant)
+        return grant
 
     def _begin_read(self, **how: Any) -> Steps[Grant | None]:
         key = self.request.key
@@ -190,12 +185,13 @@ class Sharing:
             door = yield from self.door(self.request)
             if isinstance(door, Refused):
                 return door
-            readers, grant = yield from undone(partial(self._begin_write, door), partial(self._give_up_door, door))
+            self.held_door = door
+            readers, grant = yield from self._begin_write(door)
             if grant is not None and self.database.now() < grant.trusted_until:
                 return grant
-            yield from self._give_up_door(door)
+            yield from self._give_up_door()
             if readers:
-                return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
+                return Refused((yield from inspect(self.database, str(readers[0][0]), self.attempt.until)))
 
     def _begin_write(self, door: Grant) -> Steps[tuple[list[Any] | None, Grant | None]]:
         """Wait for the end of the readers: those in the way at the deadline; and the tenure that has begun, if any.
@@ -212,7 +208,7 @@ class Sharing:
     def _accept(self, grant: Grant) -> Steps[Grant | None]:
         """The tenure, which counts from now on, with a whole lease; None if it was lost."""
         request = self.request._replace(key=grant.tenure.key).parameters(grant.tenure.owner)
-        return (yield from queue.accept(self.database, request, grant.ticket, self.until))
+        return (yield from queue.accept(self.database, request, grant.ticket, self.attempt.until))
 
     def _readers(self, door: Grant) -> Steps[list[Any] | None]:
         """The readers in the way of a writer that has the door, or None if it was lost.
@@ -223,7 +219,7 @@ class Sharing:
         while True:
             tenure, bounds = door.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
-            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.until, resend=True)
+            _, alone = yield from send(self.database, self.dialect.alone, parameters, self.attempt.until, resend=True)
             if alone:
                 return []
             if none_left:  # no share begins while this attempt has the door
@@ -236,20 +232,19 @@ class Sharing:
             if not ended:
                 return list(rows)
             over: Parameters = {"names": json.dumps(ended, ensure_ascii=False)}
-            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.until, resend=True)
+            _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.attempt.until, resend=True)
             if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed, or keys are closed
                 return list(rows)
 
     def _listed(self, most: int) -> Steps[Rows]:
-        return (yield from listed(self.database, self.request.key, most, self.until))
+        return (yield from listed(self.database, self.request.key, most, self.attempt.until))
 
     # -- permits
 
-    def _acquire(self, semaphore: Semaphore, n: int) -> Steps[list[Grant] | Refused]:
-        got: list[Grant] = []
+    def _acquire(self, permits: Callable[[], int], n: int) -> Steps[list[Grant] | Refused]:
         growing, tries = pauses(), 0
         while True:
-            if n == 1 and (grant := (yield from self._take_in_turn(semaphore))) is not None:
+            if n == 1 and (grant := (yield from self._take_in_turn(permits))) is not None:
                 return [grant]
             door = yield from self.door(self.waiting)
             if isinstance(door, Refused):
@@ -257,120 +252,112 @@ class Sharing:
                 if self.attempt.timeout:
                     return door
                 # If permits are free, somebody else may just be taking one.
-                if (yield from free_slots(self.database, self.request.key, semaphore.permits, self.until)) < n:
+                if (yield from free_slots(self.database, self.request.key, permits(), self.attempt.until)) < n:
                     return door
                 if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return door
                 continue
-            others = yield from undone(
-                partial(self._collect, semaphore, n, got, door), partial(leave_shares, self.site, got)
-            )
-            if len(got) == n and all(self.database.now() < grant.trusted_until for grant in got):
-                return got
-            yield from leave_shares(self.site, got)
-            got.clear()
+            others = yield from self._at_door(door, self._until_none(door, partial(self._gather, permits, n)))
+            if len(self.got) == n:
+                yield from self._begin_all()
+            if len(self.got) == n and all(self.database.now() < grant.trusted_until for grant in self.got):
+                return self.got
+            yield from leave_shares(self.site, self.got)
             if others:
-                return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+                return Refused((yield from inspect(self.database, str(others[0][0]), self.attempt.until)))
 
-    def _collect(self, semaphore: Semaphore, n: int, got: list[Grant], door: Grant) -> Steps[list[Any] | None]:
-        """Wait until there are `n` permits, and begin their tenures; the slots of others that were in the way."""
-        gather = partial(self._gather, semaphore, n, got)
-        others = yield from self._at_door(door, self._until_none(door, gather, got))
-        if len(got) == n:
-            yield from self._begin_all(got)
-        return others
-
-    def _begin_all(self, got: list[Grant]) -> Steps[None]:
+    def _begin_all(self) -> Steps[None]:
         """Let the permits that were collected before the last one count from now on; those that were lost are gone."""
-        for grant in got[:-1]:
+        for grant in self.got[:-1]:
             begun = yield from self._accept(grant)
-            got[:] = [*(each for each in got if each is not grant), *([] if begun is None else [begun])]
+            self.got = [*(each for each in self.got if each is not grant), *([] if begun is None else [begun])]
 
-    def _take_in_turn(self, semaphore: Semaphore) -> Steps[Grant | None]:
+    def _take_in_turn(self, permits: Callable[[], int]) -> Steps[Grant | None]:
         """A permit without the door; None if others wait, or once those that came before have their answer.
 
         So flows of a process that begin together join the queue in that order, however long each of their tries takes.
         One that died while it tried is waited for as long as a try may take.
         """
-        site, key, now = self.site, self.request.key, self.database.now
-        if self.attempt.timeout == 0 or not self.request.fair:
-            return (yield from self._take_slot(semaphore))
-        if key in site.local_queues:
+        attempt, now = self.attempt, self.database.now
+        if attempt.timeout == 0 or not self.request.fair:
+            return (yield from self._take_slot(permits))
+        if self.request.key in self.site.local_queues:
             return None
-        wakeup = Wakeup(self.database)
-        site.begin_trying(key, wakeup)
+        attempt.wakeup = Wakeup(self.database)
+        self.site.trying.enter(attempt, alone=False, handover_expected=False)
         try:
-            grant = yield from self._take_slot(semaphore)
-            until = min(now() + self.timing.single_try, self.deadline)
-            while grant is None and not site.is_first_trying(key, wakeup) and (left := until - now()) > 0:
+            grant = yield from self._take_slot(permits)
+            until = min(now() + self.timing.single_try, self.attempt.deadline)
+            while grant is None and attempt.local_queue.until_queueing(attempt) > 0 and (left := until - now()) > 0:
                 self.database.before_waiting()
-                yield from wait(self.database.store, left, wakeup)
-                _ = wakeup.consume()
+                yield from wait(self.database.store, left, attempt.wakeup)
+                _ = attempt.wakeup.consume()
         finally:
-            site.end_trying(key, wakeup)
+            attempt.leave()
         return grant
 
-    def _take_slot(self, semaphore: Semaphore) -> Steps[Grant | None]:
+    def _take_slot(self, permits: Callable[[], int]) -> Steps[Grant | None]:
         """A permit without the door: of the slot that this process left last, else of one that is free."""
         left = self.site.slots.get(self.request.key)
-        slots = [left.pop() if left else random.randrange(semaphore.permits)]  # noqa: S311 - not a secret
+        slots = [left.pop() if left else random.randrange(permits())]  # noqa: S311 - not a secret
         for tried in range(2):
             for slot in slots:
-                if slot >= semaphore.permits:
+                if slot >= permits():
                     continue
                 request = self.request._replace(key=slot_key(self.request.key, slot))
                 grant = yield from self._begin(self.dialect.take_slot, request, {"door": self.request.key})
                 if grant is not None:
                     return grant
             if not tried:
-                rows = yield from self._listed(semaphore.permits)
+                rows = yield from self._listed(permits())
                 free = [slot_of(str(row[0])) for row in rows if row[3] <= 0]
-                slots = [slot for slot in free if slot is not None and slot < semaphore.permits]
+                slots = [slot for slot in free if slot is not None and slot < permits()]
                 slots = random.sample(slots, min(2, len(slots)))
         return None
 
-    def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
+    def _gather(self, permits: Callable[[], int], n: int) -> Steps[list[Any]]:
         """Take free slots until there are `n`; the slots of others, if these are too many."""
-        if n > semaphore.permits:
-            raise ValueError(f"{self.request.key!r} has {semaphore.permits} permits by now, and so never {n} at a time")
-        key, mine = self.request.key, {grant.tenure.key for grant in got}
-        rows = yield from self._listed(2 * semaphore.permits)
+        if n > permits():
+            raise ValueError(f"{self.request.key!r} has {permits()} permits by now, and so never {n} at a time")
+        key, mine = self.request.key, {grant.tenure.key for grant in self.got}
+        rows = yield from self._listed(2 * permits())
         known = {str(row[0]): row for row in rows}
-        names = [slot_key(key, slot) for slot in range(semaphore.permits)]
-        others = [known[name] for name in names if name in known and known[name][3] > 0 and name not in mine]
+        names = [slot_key(key, slot) for slot in range(permits())]
+        taken = mine | {name for name, row in known.items() if row[3] > 0}
+        others = [known[name] for name in names if name in taken and name not in mine]
         for name in names:
-            if len(got) == n:
-                break
-            if name in mine or (name in known and known[name][3] > 0):
+            if len(self.got) == n or name in taken:
                 continue
             statement = self.dialect.take if name in known else self.dialect.create
-            life = self.request.life if len(got) == n - 1 else self.waiting.life
+            life = self.request.life if len(self.got) == n - 1 else self.waiting.life
             grant = yield from self._begin(statement, self.request._replace(key=name, fair=0, life=life), {})
             if grant is not None:
-                got.append(grant)
+                self.got.append(grant)
             else:  # a transaction pins it, its row is changed at this moment, or keys are closed
                 others.append((name, None, 0, self.timing.grant_retry))
-        return [] if len(got) == n else others
+        return [] if len(self.got) == n else others
 
     # -- having the door
 
     def _at_door(self, door: Grant, inside: Steps[T]) -> Steps[T]:
-        """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
-        result = yield from undone(lambda: inside, partial(self._give_up_door, door))
-        begun = [result] if isinstance(result, Grant) else []
-        yield from undone(partial(self._give_up_door, door), partial(leave_shares, self.site, begun))
+        """Run steps while this attempt has the door, and hand that on."""
+        self.held_door = door
+        result = yield from inside
+        yield from self._give_up_door()
         return result
 
-    def _give_up_door(self, door: Grant) -> Steps[None]:
-        """Hand the door on; after an error its lease ends."""
-        with contextlib.suppress(LockStoreError):
-            _ = yield from handover.pass_on(self.site, door)
+    def _give_up_door(self) -> Steps[None]:
+        """Hand the door on, if this attempt has it; after an error its lease ends."""
+        door, self.held_door = self.held_door, None
+        if door is not None:
+            with contextlib.suppress(LockStoreError):
+                _ = yield from handover.pass_on(self.site, door)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
         owner = request.new_owner()
         parameters = {**request.parameters(owner), **more}
-        beginning = partial(begin, self.database, statement, parameters, self.until)
+        beginning = partial(begin, self.database, statement, parameters, self.attempt.until)
         try:
             grant = yield from undone(beginning, partial(undo_take, self.site, request.key, owner), LockStoreError)
         except StoreUnanswered:
@@ -381,12 +368,10 @@ class Sharing:
             return None
         return grant
 
-    def _until_none(
-        self, door: Grant, look_for: Callable[[], Steps[list[Any] | None]], got: list[Grant] | None = None
-    ) -> Steps[list[Any] | None]:
+    def _until_none(self, door: Grant, look_for: Callable[[], Steps[list[Any] | None]]) -> Steps[list[Any] | None]:
         """Wait until `look_for` finds no shares in the way: none, or those at the deadline; None if the door was lost.
 
-        The lease of the door is that of a waiter, and renewed, and so are those of the tenures in `got`.
+        The lease of the door is that of a waiter, and renewed, and so are those of the permits that were collected.
         """
         shares = yield from look_for()
         if not shares:
@@ -401,18 +386,18 @@ class Sharing:
         began, renew_at = now(), -math.inf
         self.attempt.slow_wait.begin(self.attempt.start)
         try:
-            while shares and now() < self.deadline:
+            while shares and now() < self.attempt.deadline:
                 if now() >= renew_at:
-                    if not (yield from self._renew(door, channel, got)):
+                    if not (yield from self._renew(door, channel)):
                         return None
                     renew_at = now() + self.waiting.ttl / 3
-                    yield from epoch.find_server(self.database, self.until)
+                    yield from epoch.find_server(self.database, self.attempt.until)
                     shares = yield from look_for()
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
                 if now() >= self.attempt.slow_wait.due:
-                    share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
+                    share = yield from tenures.inspect(self.database, str(shares[0][0]), self.attempt.until)
                     slow.say(self.attempt.slow_wait, self.site, self.request, share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.dialect.sleep_until_killed is None
@@ -421,7 +406,7 @@ class Sharing:
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
-                pause = min(pause, soonest, min(self.deadline, renew_at, self.attempt.slow_wait.due) - now())
+                pause = min(pause, soonest, min(self.attempt.deadline, renew_at, self.attempt.slow_wait.due) - now())
                 yield from wait(self.database.store, max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()
@@ -430,17 +415,18 @@ class Sharing:
             self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 
-    def _renew(self, door: Grant, channel: str, got: list[Grant] | None) -> Steps[bool]:
+    def _renew(self, door: Grant, channel: str) -> Steps[bool]:
         """Renew the lease of the door, and say that its holder waits; False if it was over."""
-        term = self.waiting.ttl
+        term, until = self.waiting.ttl, self.attempt.until
         parameters = {**door.tenure._asdict(), "life": term, "channel": channel}
-        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, self.until, resend=True)
+        sent, rows = yield from send(self.database, self.dialect.await_leaving, parameters, until, resend=True)
         if not rows:
             return False
         door.sent, door.term = sent, term
-        if got:
-            sent, alive = yield from tenures.renew(self.database, [(grant.tenure, term) for grant in got], self.until)
-            got[:] = [grant for grant in got if alive is None or grant.tenure in alive]
-            for grant in got:
+        if self.got:
+            due = [(grant.tenure, term) for grant in self.got]
+            sent, alive = yield from tenures.renew(self.database, due, until)
+            self.got = [grant for grant in self.got if alive is None or grant.tenure in alive]
+            for grant in self.got:
                 grant.sent = sent
         return True

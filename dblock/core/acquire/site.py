@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.errors import LockStoreError
@@ -17,7 +16,7 @@ from dblock.core.protocol import queue
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.wakeup.local_socket import LocalSockets
-from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
+from dblock.core.wakeup.registry import Message, Wakeups
 
 CONTENDED: Final = 1000
 """Most keys that are marked as contended."""
@@ -36,33 +35,14 @@ class Site:
         self.local_queues = LocalQueues(database)
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
-        self.trying: dict[str, WeakKeyDictionary[Wakeup, None]] = {}
-        """By key of a semaphore, the flows that try to get a permit without waiting, in the order of their coming."""
+        self.trying = LocalQueues(database)
+        """By key of a semaphore, the flows that try to get a permit without its queue, in the order of their coming."""
         self.ended: dict[str, float] = {}
         """By key of a read-write lock, until when the row behind its shares is there, where that is needed."""
         self._contended: dict[str, tuple[float, int]] = {}
         """The local time at which a key was last found contended, and its hand-overs in a row inside this machine."""
         self.sockets = sockets
         """The sockets by which flows of this process are notified; made when first needed."""
-
-    def begin_trying(self, key: str, wakeup: Wakeup) -> None:
-        """A flow tries to get a permit; it is notified when it is the first of those that try."""
-        with self.local_queues.mutex:
-            self.trying.setdefault(key, WeakKeyDictionary())[wakeup] = None
-
-    def is_first_trying(self, key: str, wakeup: Wakeup) -> bool:
-        """Whether nobody tries that came before."""
-        return next(iter(self.trying.get(key, ())), wakeup) is wakeup
-
-    def end_trying(self, key: str, wakeup: Wakeup) -> None:
-        """It has a permit, or joins the queue now."""
-        with self.local_queues.mutex:
-            line = self.trying.get(key, WeakKeyDictionary())
-            _ = line.pop(wakeup, None)
-            if (first := next(iter(line), None)) is not None:
-                first.notify()
-            else:
-                _ = self.trying.pop(key, None)
 
     def note_left(self, semaphore: str, slot: int) -> None:
         """Remember the slot that was left."""
@@ -89,7 +69,7 @@ class Site:
     def leave_to_parent(self) -> None:
         """Keep no waiter in a forked child: they are the parent's."""
         self.local_queues.leave_to_parent()
-        self.trying.clear()
+        self.trying.leave_to_parent()
         self.database.latency.leave_to_parent()
 
     def note_contention(self, key: str) -> None:

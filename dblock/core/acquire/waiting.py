@@ -12,18 +12,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from dblock.core.acquire import handover, slow
-from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Stage, Waiting
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.errors import PASSING, LockTimeout, StoreBusy, StoreUnanswered
+from dblock.core.errors import PASSING, LockStoreError, LockTimeout, StoreBusy, StoreUnanswered
 from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import QueuePlace, QueueStatus
 from dblock.core.protocol.sending import Database, pauses
 from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
-from dblock.core.protocol.tenures import look
+from dblock.core.protocol.tenures import inspect
 from dblock.core.timing import Timing
 from dblock.core.values import MACHINE, Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
@@ -103,17 +102,16 @@ class Attempt(Waiting):
 
     def clean_up(self, *, behind: bool) -> Steps[None]:
         """Delete its place and release what it may have been granted: with `behind` in the background, else at once."""
-        queued = self.stage is Stage.QUEUED or bool(self.place or self.given_up)
         self.leave()
         self.give_up_tokens()
-        if behind:
-            yield from self._withdraw()
-            return
-        until = self.database.now() + self.database.timing.undo_timeout
-        if queued and self.given_up:
-            _ = yield from queue.leave_queue(self.database, self.given_up)
-        for owner in self.given_up:
-            yield from undo_take(self.site, self.request.key, owner, max(until - self.database.now(), 0.0))
+        yield from self._withdraw(behind=behind)
+
+    def refusal(self, error: LockStoreError) -> Refused:
+        """The refusal in place of an error that only says that it took too long; any other one is raised."""
+        late = self.database.now() >= self.deadline and self.database.only_late(error)
+        if isinstance(error, StoreBusy) or (late and not self.broken):
+            return Refused(busy=error)
+        raise error
 
     def wait(self) -> Steps[Grant | Refused | None]:
         """Wait in the local queue for an offer of the key; when it is this flow's turn, in the database's queue.
@@ -172,7 +170,7 @@ class Attempt(Waiting):
             _ = self.wakeup.consume()
             return None
         before = self.local_queue.begin_queueing(self)
-        if before is Stage.HANDED_OVER:
+        if self.grant is not None:
             return None
         key, services = self.request.key, self.find_services()
         if before is Stage.OFFERED:  # the flow that offered the key has not reported the result
@@ -201,7 +199,7 @@ class Attempt(Waiting):
         if (left := self.place) is not None:
             if (yield from queue.adopt_place(self.database, request, left.owner, self.until)):
                 return QueuePlace(self.owner, left.ticket, left.sent, self.database.now(), left.joined), None
-            yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
+            yield from handover.undo_takes(self.site, [(left.owner, self.request.key)], self.timing.handover_retry)
             self.place = None
         return (yield from queue.join(self.database, request, self.until))
 
@@ -311,7 +309,7 @@ class Attempt(Waiting):
         local_queue = self.local_queue
         if local_queue.holder is None:
             try:
-                local_queue.holder = yield from look(self.database, self.request.key, self.until)
+                local_queue.holder = yield from inspect(self.database, self.request.key, self.until)
             except PASSING as error:
                 if local_queue.last_seen[0] is None:
                     raise StoreBusy(f"the database did not say in time who holds it: {error}") from error
@@ -326,12 +324,16 @@ class Attempt(Waiting):
                 _ = yield from queue.leave_queue(self.database, [place.owner], self._time_to_undo())
             self.place = None
 
-    def _withdraw(self) -> Steps[None]:
-        """Delete the places and release the tenures of unwanted tokens; in the background if the process does that."""
-        for owner in self.given_up:
-            if not self.find_services().withdraw(self.request.key, owner):
-                _ = yield from queue.leave_queue(self.database, [owner], self._time_to_undo())
-                yield from undo_take(self.site, self.request.key, owner, self._time_to_undo(), again=False)
+    def _withdraw(self, *, behind: bool = True) -> Steps[None]:
+        """Delete the places and release the tenures of unwanted tokens; `behind`: in the background if that is done."""
+        left = [
+            (owner, self.request.key)
+            for owner in self.given_up
+            if not (behind and self.find_services().withdraw(self.request.key, owner))
+        ]
+        if left:
+            seconds = self._time_to_undo() if behind else self.timing.undo_timeout
+            yield from handover.withdraw(self.site, left, seconds)
         self.given_up = ()
 
     def _left(self) -> float:

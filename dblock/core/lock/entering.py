@@ -118,7 +118,7 @@ def _reenter(
         if timeout:
             database.before_waiting()
             yield from sleep(hold.store, timeout)
-        return Refused((yield from tenures.look(database, hold.tenure.key)))
+        return Refused((yield from tenures.inspect(database, hold.tenure.key)))
     if lease.remaining() > 0:
         begins, kept, ttl = not hold.locks(), hold.open_entries(), lock._ttl
         # The lease gets longer here only if no renewal does that.

@@ -97,7 +97,7 @@ class IsPermit(BaseLock):
         try:
             if not self._granted:
                 wanted, self._wanted = self._wanted, 1
-                found = yield from Sharing(attempt).acquire(self._semaphore, wanted)
+                found = yield from Sharing(attempt).acquire(lambda: self._semaphore.permits, wanted)
                 if isinstance(found, Refused):
                     return found
                 self._granted += sorted(found, key=lambda grant: grant.tenure.key)

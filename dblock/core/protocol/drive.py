@@ -21,23 +21,25 @@ from dblock.core.protocol.steps import Call, Cancel, Execute, Outcome, Rows, Sle
 T = TypeVar("T")
 
 
-def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0, *, cancel: Cancel | None = None) -> T:
-    """Drive `steps` to their end in this thread and return their result; begin by throwing `error` if there is one."""
+def drive(steps: Steps[T], *, cancel: Cancel | None = None) -> T:
+    """Drive `steps` to their end in this thread and return their result."""
     reply: Rows | Outcome | None = None
-    process = process or os.getpid()
+    error: BaseException | None = None
+    process = os.getpid()
     try:
         while True:
             try:
-                if os.getpid() != process:
-                    _leave_to_parent(steps, process, error)
-                step = steps.send(reply) if error is None else steps.throw(error)
-                reply = error = None
-                if isinstance(step, Execute):
-                    reply = step.store.execute(step)
-                elif isinstance(step, Call):
-                    reply, process = _outcome(step), os.getpid()
-                else:
-                    _pause(step, cancel)
+                while True:  # inside, as a signal handler may raise between any two lines, ours included
+                    if os.getpid() != process:
+                        _leave_to_parent(steps, process, error)
+                    step = steps.send(reply) if error is None else steps.throw(error)
+                    reply = error = None
+                    if isinstance(step, Execute):
+                        reply = step.store.execute(step)
+                    elif isinstance(step, Call):
+                        reply, process = _outcome(step), os.getpid()
+                    else:
+                        _pause(step, cancel)
             except StopIteration as done:
                 result: T = done.value
                 return result
@@ -46,10 +48,6 @@ def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0,
                     raise
                 error = raised  # the generator decides, Ctrl-C included
                 cancel = cancel if isinstance(raised, LockError) else None
-    except BaseException as raised:
-        if getgeneratorstate(steps) == GEN_CLOSED:
-            raise
-        return drive(steps, raised, process)  # a signal handler may raise between any two lines, ours included
     finally:
         del error  # it refers to this frame
 
@@ -69,14 +67,7 @@ def _outcome(call: Call) -> Outcome:
         return Outcome(None, error)
 
 
-async def adrive(
-    steps: Steps[T],
-    error: BaseException | None = None,
-    process: int = 0,
-    *,
-    undisturbed: bool = False,
-    cancel: Cancel | None = None,
-) -> T:
+async def adrive(steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel | None = None) -> T:
     """Drive `steps` to their end in this task and return their result.
 
     A cancellation is thrown into them once, or is what a function has raised that they call. The steps after it, or all
@@ -84,23 +75,25 @@ async def adrive(
     cancels a task again and again until it has ended); the last of these is raised then.
     """
     reply: Rows | Outcome | None = None
+    error: BaseException | None = None
     put_off: list[BaseException] = []
-    process = process or os.getpid()
+    process = os.getpid()
     try:
         while True:
             try:
-                if os.getpid() != process:
-                    _leave_to_parent(steps, process, error)
-                step = steps.send(reply) if error is None else steps.throw(error)
-                error = None
-                if isinstance(step, Call):
-                    reply, process = await _aoutcome(step), os.getpid()
-                    undisturbed = undisturbed or isinstance(reply.error, asyncio.CancelledError)
-                    continue
-                work: Coroutine[Any, Any, Rows | None] = (
-                    step.store.aexecute(step) if isinstance(step, Execute) else _apause(step, cancel)
-                )
-                reply = await (to_its_end(work, put_off) if undisturbed else work)
+                while True:
+                    if os.getpid() != process:
+                        _leave_to_parent(steps, process, error)
+                    step = steps.send(reply) if error is None else steps.throw(error)
+                    error = None
+                    if isinstance(step, Call):
+                        reply, process = await _aoutcome(step), os.getpid()
+                        undisturbed = undisturbed or isinstance(reply.error, asyncio.CancelledError)
+                        continue
+                    work: Coroutine[Any, Any, Rows | None] = (
+                        step.store.aexecute(step) if isinstance(step, Execute) else _apause(step, cancel)
+                    )
+                    reply = await (to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
                 if put_off:
                     raise put_off[-1] from None
@@ -112,10 +105,6 @@ async def adrive(
                 error = raised  # the generator decides, cancellation included
                 cancel = cancel if isinstance(raised, LockError) else None
                 undisturbed = undisturbed or isinstance(raised, asyncio.CancelledError)
-    except BaseException as raised:
-        if getgeneratorstate(steps) == GEN_CLOSED:
-            raise
-        return await adrive(steps, raised, process, undisturbed=undisturbed)
     finally:
         del error
 

@@ -288,14 +288,14 @@ def clear(database: Database, key: str, last: int) -> Steps[None]:
     _ = yield from send(database, database.dialect.clear, parameters, until, resend=True)
 
 
-def leave_queue(database: Database, owners: Sequence[str], seconds: float | None = None) -> Steps[int]:
-    """Delete the places of these waiters; returns how many there were, 0 if not known.
+def leave_queue(database: Database, owners: Sequence[str], seconds: float) -> Steps[int]:
+    """Delete the places of these waiters, in so many seconds; returns how many there were, 0 if not known.
 
     A place that cannot be deleted now expires.
     """
     try:
-        until = database.now() + (database.timing.undo_timeout if seconds is None else seconds)
         parameters: Parameters = {"owners": Masked(json.dumps(list(owners)))}
+        until = database.now() + seconds
         _, rows = yield from send(database, database.dialect.leave_queue, parameters, until, resend=True)
     except LockStoreError:
         return 0

@@ -13,11 +13,10 @@ Rule: it blocks others for at most the time of one statement, and works for a te
 from __future__ import annotations
 
 import json
-import math
 from typing import Final, NamedTuple
 
 from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
+from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.statements.base import Masked, Statement
 
 
@@ -42,25 +41,16 @@ _REST: Final = 9
 
 def _tidy(database: Database, find: Statement, delete: Statement, retention: float) -> Steps[int]:
     """Go through a table once with `find`, and delete the old rows with `delete`; returns their number."""
-    # In a file it may wait for another writer for half of that; then it tries again.
-    brief = 2 * database.timing.settle if database.dialect.single_writer else math.inf
     deleted, after = 0, ""
     while True:
         began = database.now()
-        found = yield from _send(database, find, {"after": after, "retention": retention}, math.inf)
+        _, found = yield from send(database, find, {"after": after, "retention": retention}, resend=True)
         if names := [name for name, old in found if old]:  # deleted at once, as a reader may come
             listed = Masked(json.dumps(names, ensure_ascii=False))
-            deleted += len((yield from _send(database, delete, {"names": listed, "retention": retention}, brief)))
+            _, rows = yield from send(database, delete, {"names": listed, "retention": retention}, resend=True)
+            deleted += len(rows)
         # What took long has mostly waited.
         yield from sleep(database.store, min((database.now() - began) * _REST, database.timing.attention))
         if not found:
             return deleted
         after = found[-1][0]
-
-
-def _send(database: Database, statement: Statement, parameters: Parameters, brief: float) -> Steps[Rows]:
-    """The rows of a statement that is sent until the retry budget is used up; `brief`: longest time for an answer."""
-    now = database.now()
-    until = now + database.timing.retry_budget
-    _, rows = yield from send(database, statement, parameters, until, resend=True, answer_by=now + brief)
-    return rows

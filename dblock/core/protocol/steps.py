@@ -25,10 +25,8 @@ Rows = Sequence[Sequence[Any]]
 class Runner(Protocol):
     """What runs a step: the store of the database that the step is about."""
 
-    @property
-    def name(self) -> str:
-        """Name of the database, without secrets, for events and logs."""
-        ...
+    name: str
+    """Name of the database, without secrets, for events and logs."""
 
     def execute(self, step: Execute, /) -> Rows:
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""

@@ -31,22 +31,16 @@ class Subscription(Protocol):
 class Store(Runner, Protocol):
     """A database, and how statements run on it; a store and a key identify a lock's row."""
 
-    @property
-    def database(self) -> Database:
-        """The protocol's view of the database."""
-        ...
+    database: Database
+    """The protocol's view of the database."""
+    pin: Statement | None
+    """The statement `pin` for sessions of the caller, once it has been needed."""
+    asynchronous: bool
+    """Whether statements run only on an event loop."""
 
     @property
     def location(self) -> object:
         """The database that it leads to now, for comparison; None if it always leads to the same one."""
-        ...
-
-    pin: Statement | None
-    """The statement `pin` for sessions of the caller, once it has been needed."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether statements run only on an event loop."""
         ...
 
     @property

@@ -140,13 +140,8 @@ def tenure_of(request: Parameters, rows: Rows) -> Tenure:
     return Tenure(str(request["key"]), Masked(request["owner"]), int(rows[0][0]))
 
 
-def inspect(database: Database, key: str) -> Steps[LockInfo | None]:
-    """The key's row, or None where there is none."""
-    return look(database, key)
-
-
-def look(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
-    """The same as part of an operation, until that local time."""
+def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+    """The key's row, or None where there is none; `until`: the local time after which it is not asked for again."""
     _, rows = yield from send(database, database.dialect.inspect, {"key": key}, until, resend=True)
     return info_of(key, rows[0]) if rows else None
 
