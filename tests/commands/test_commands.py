@@ -28,7 +28,7 @@ from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
 from tests.conftest import SERVERS, observer, timed, url
 from tests.contract.test_queue import stranger
 from tests.support.hung import hung
-from tests.support.lab import until
+from tests.support.lab import cycle, until
 from tests.support.pages import block
 from tests.support.subjects import Subject
 
@@ -45,8 +45,7 @@ def test_djangos_own_options_stand_behind_the_command_too(shell: Shell) -> None:
 
 def test_ls_lists_who_holds_what(shell: Shell) -> None:
     """As a table for people, as JSON for programs; a pattern, also what is free."""
-    with shell.lock("stock:41"):
-        pass
+    cycle(shell.lock("stock:41"))
     assert shell("ls").stdout == "no lock is held\n"
     with shell.lock("stock:42", label="picking ü 货"), shell.lock("report"):
         listed = shell("ls")
@@ -76,8 +75,7 @@ def test_show_tells_what_happened(shell: Shell) -> None:
     """Where a history is kept; the latest first, in words and as JSON."""
     engine = create_engine(url(shell.database), execution_options={"dblock_history": 100})
     try:
-        with db_lock(engine, "k", label="tea\x1b[2J"):
-            pass
+        cycle(db_lock(engine, "k", label="tea\x1b[2J"))
         assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
         left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
         assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
@@ -230,8 +228,7 @@ def test_at_a_terminal_it_asks(shell: Shell, answer: str, freed: bool) -> None:
 
 def test_reap_deletes_what_nobody_uses(shell: Shell) -> None:
     """As the function does."""
-    with shell.lock("old"):
-        pass
+    cycle(shell.lock("old"))
     assert shell("reap").stdout == "0 rows of locks and 0 of lock_waiters were deleted\n"
     with shell.lock("held"):
         assert until(lambda: json.loads(shell("reap", "--retention", "0.05", "--json").stdout)["locks"] == 1, 10)
@@ -429,8 +426,7 @@ def test_a_token_that_nobody_has_used(one: Shell) -> None:
 
 def test_a_key_that_min_hold_keeps_closed(one: Shell) -> None:
     """Nobody holds it: no time of holding grows, and it is said who gave it back."""
-    with one.lock("k", min_hold=20):
-        pass
+    cycle(one.lock("k", min_hold=20))
     _, listed = one("ls").stdout.splitlines()
     assert re.match(r"k +closed +- +(19|20) s", listed)
     [told] = json.loads(one("ls", "--json").stdout)

@@ -17,7 +17,7 @@ from dblock.operating import administration
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SELDOM, observer, timed
-from tests.support.lab import remaining, renew, renewed, until
+from tests.support.lab import cycle, remaining, renew, renewed, until
 from tests.support.subjects import Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
@@ -238,8 +238,7 @@ def test_all_keys_are_seen_a_page_at_a_time(sync_protocol: Subject, desk: Desk) 
     """In the order of their code points; a tenure in `min_hold` counts as held; no owner token is shown."""
     keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
     for key in keys:
-        with sync_protocol.lock(key):
-            pass
+        cycle(sync_protocol.lock(key))
     with sync_protocol.lock("b", label="mine"), sync_protocol.lock("m", min_hold=5):
         pass
     with sync_protocol.lock("b", label="mine") as lock:

@@ -32,7 +32,7 @@ from tests.conftest import collect
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, alive, renewed, until
+from tests.support.lab import PROTOCOL, alive, cycle, renewed, until
 from tests.support.subjects import FAMILY, Actor, Subject
 
 
@@ -312,8 +312,7 @@ def test_a_thread_of_a_pool_is_not_one_owner(sync_face: Subject) -> None:
 
 
 def touch(subject: Subject) -> None:
-    with subject.lock("other"):
-        pass
+    cycle(subject.lock("other"))
 
 
 @pytest.mark.parametrize("touched", [False, True], ids=["fresh", "touched"])

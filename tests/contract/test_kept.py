@@ -20,6 +20,7 @@ from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, timed, url
 from tests.contract.test_guard import Django, Rival, clients, notes, rival
 from tests.contract.test_guarded import write
+from tests.support.lab import cycle
 
 __all__ = ["rival"]
 
@@ -98,8 +99,7 @@ def test_a_savepoint_is_no_end(client: Client, rival: Rival, undone: bool) -> No
     """Neither its release nor its rollback, whether the lock was taken inside or outside."""
     with client.transaction():
         with contextlib.suppress(ZeroDivisionError), client.savepoint():
-            with client.lock():
-                pass
+            cycle(client.lock())
             _ = 1 / (not undone)
         assert not rival.gets_in()
         with contextlib.suppress(ZeroDivisionError), client.savepoint():
@@ -136,12 +136,10 @@ def test_release_now(database: str, client: Client, rival: Rival) -> None:
     """
     lock = client.lock(release="now")
     with client.transaction():
-        with lock:
-            pass
+        cycle(lock)
         assert not lock.locked()
         assert rival.gets_in() or (client.django and database == "sqlite")  # beside a writer nobody gets any lock
-        with client.lock():
-            pass
+        cycle(client.lock())
         for again in (lock, *([] if client.django else [client.lock(session=None)])):
             with again, again:
                 pass
@@ -157,7 +155,6 @@ def test_several_locks_of_one_transaction(client: Client, rival: Rival) -> None:
     """All are given back at its end."""
     with client.transaction(undone=True):
         for key in "abc":
-            with client.lock(key):
-                pass
+            cycle(client.lock(key))
         assert not any(map(rival.gets_in, "abc"))
     assert all(map(rival.gets_in, "abc"))

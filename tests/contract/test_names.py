@@ -39,7 +39,7 @@ from tests.conftest import INNODB, observer, url
 from tests.contract.test_driver_errors import statements
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
-from tests.support.lab import hold_of, renew, until
+from tests.support.lab import cycle, hold_of, renew, until
 
 pytestmark = pytest.mark.direct
 
@@ -196,8 +196,7 @@ def assert_free(place: Place, key: str) -> None:
     """In tables of yet another name the same key is another lock: a guard of the one does not keep the other."""
     metadata_for(prefix="more").create_all(place.engine)
     more = create_engine(place.url, execution_options={"dblock_prefix": "more"})
-    with db_lock(more, key, timeout=1):
-        pass
+    cycle(db_lock(more, key, timeout=1))
     more.dispose()
 
 
@@ -351,8 +350,7 @@ def test_tables_that_migrate_did_not_make(path: Path) -> None:
         call_command(*command.group(1).split(), verbosity=0, skip_checks=False)
         assert ids() == []
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
-        with db_lock_of_django("k"):
-            pass
+        cycle(db_lock_of_django("k"))
 
 
 def test_settings_that_make_no_name() -> None:

@@ -24,7 +24,7 @@ from sqlalchemy_dblock.store import store_for
 from tests.conftest import timed, url
 from tests.contract.conftest import with_settings
 from tests.faults.test_shutdown import process
-from tests.support.lab import leave_rows, renewed, until
+from tests.support.lab import cycle, leave_rows, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 EVERY = 0.1
@@ -152,8 +152,7 @@ def test_the_engines_retention_is_that_of_reap(tmp_path: Any) -> None:
     """Unless it is told otherwise."""
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_retention": 0})
     metadata.create_all(engine)
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     assert until(lambda: reap(engine, retention=60) == 0 and reap(engine) == 1)
     engine.dispose()
 

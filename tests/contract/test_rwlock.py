@@ -31,7 +31,7 @@ from tests.conftest import ALIASES, INNODB, run, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, hold_of, remaining, renewed, until
+from tests.support.lab import PROTOCOL, cycle, hold_of, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 
@@ -321,8 +321,7 @@ def test_a_guard_of_a_neighbour_keeps_no_reader_out(subject: Subject, monkeypatc
     for _ in "ab":
         subject.reap(0)
         for key in ("j", "k"):
-            with rwlock(subject, key).read():
-                pass
+            cycle(rwlock(subject, key).read())
     behind = [key for (key,) in run(subject.database, "SELECT lock_key FROM locks") if str(key).endswith(END)]
     assert len(behind) == (2 if subject.database in INNODB else 0)
 
@@ -352,25 +351,18 @@ def test_a_reader_that_its_transaction_keeps(database: str) -> None:
     """It refuses a writer, and says what keeps it; with release="now" it is no longer there."""
     subject = Subject("django", "sync", database)
     with transaction.atomic(using=ALIASES[database]):
-        with rwlock(subject).read():
-            pass
+        cycle(rwlock(subject).read())
         with pytest.raises(LockUpgradeRefused, match='its transaction keeps that until it ends: .* release="now"'):
             rwlock(subject).write().acquire()
-        with rwlock(subject, key="n", release="now").read():
-            pass
-        with rwlock(subject, key="n", release="now").write():
-            pass
-    with rwlock(subject).write():
-        pass
+        cycle(rwlock(subject, key="n", release="now").read(), rwlock(subject, key="n", release="now").write())
+    cycle(rwlock(subject).write())
     subject = Subject("sqlalchemy", "sync", database)
     with Session(subject.engine) as session:
         _ = session.connection()
-        with rwlock(subject, session=session).read():
-            pass
+        cycle(rwlock(subject, session=session).read())
         with pytest.raises(LockUpgradeRefused, match="its transaction keeps that until it ends"):
             rwlock(subject).write().acquire()
-    with rwlock(subject).write():
-        pass
+    cycle(rwlock(subject).write())
 
 
 @pytest.mark.parametrize(

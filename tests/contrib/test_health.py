@@ -26,7 +26,7 @@ from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
 from dblock.core.observing.observers import observers
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, ready, run, timed, url
-from tests.support.lab import together, until
+from tests.support.lab import cycle, together, until
 from tests.support.pages import block
 from tests.support.servers import free_port
 
@@ -58,8 +58,7 @@ def test_nobody_is_told(sqlite: object) -> None:
     try:
         _ = check(engine)
         for key in (DOCTOR, "k"):
-            with db_lock(engine, key):
-                pass
+            cycle(db_lock(engine, key))
         assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
         assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
     finally:

@@ -40,7 +40,7 @@ from dblock.operating.timeline import Timeline, timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, SERVERS, run
 from tests.support.hung import hung
-from tests.support.lab import LONG, later, until
+from tests.support.lab import LONG, cycle, later, until
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
 
 of_pages = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -439,8 +439,7 @@ def test_ask_for_it_back(site: Site) -> None:
 def test_tidy_up(site: Site) -> None:
     """Deletes what nobody uses any more."""
     client = site.user("view_lock", "reap_lock")
-    with site.lock("old"):
-        pass
+    cycle(site.lock("old"))
     assert "Tidy up" in page(client, LIST)
     assert "No lock that is held is touched" in page(client, f"{LIST}reap/")
     with site.lock("held"), override_settings(DBLOCK={"RETENTION": 0}):
@@ -536,8 +535,7 @@ def test_the_admin_answers_nothing_about_owners(site: Site) -> None:
                 if not name and query.startswith("owner"):
                     assert answers == {(400, 0)}
         for key in ("a", "b"):
-            with site.lock(key):
-                pass
+            cycle(site.lock(key))
         for order in (*range(-8, 9), "owner", "-owner"):
             orders = set()
             for first, second in (("0", "f"), ("f", "0")):
@@ -691,8 +689,7 @@ def test_what_is_detached(site: Site) -> None:
 def test_a_min_hold_that_is_over(site: Site) -> None:
     """Closed, then free; nobody has died with it."""
     client = site.user("view_lock")
-    with site.lock("k", min_hold=600):
-        pass
+    cycle(site.lock("k", min_hold=600))
     listed = page(client, LIST, state="closed")
     assert 'data-state="closed"' in listed
     assert re.search(r'class="field-held_for[^"]*"[^>]*>–<', listed)

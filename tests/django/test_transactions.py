@@ -22,6 +22,7 @@ from dblock import LockLost, LockStoreError, LockTimeout, UnsupportedDatabase, d
 from dblock.core import clock
 from dblock.store import DjangoStore, store_for
 from tests.conftest import INNODB, SERVERS, run, url
+from tests.support.lab import cycle
 
 
 def owner(database: str) -> object:
@@ -145,8 +146,7 @@ def test_what_was_given_back_is_no_loss(
             with transaction.atomic(alias):
                 assert lock.verify()
         transaction.set_rollback(end == "rollback", using=alias)
-    with db_lock("k", using=alias, timeout=0):
-        pass
+    cycle(db_lock("k", using=alias, timeout=0))
     assert not lost
     assert not caplog.records
 
@@ -154,8 +154,7 @@ def test_what_was_given_back_is_no_loss(
 def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     """A session that the server ended between two uses is not noticed by the caller."""
     lock = db_lock("k", using=alias)
-    with lock:
-        pass
+    cycle(lock)
     source = store_for(alias)._source
     own = source.take(clock.now() + 10, critical=False)
     if database == "postgresql":
@@ -205,8 +204,7 @@ def test_nobody_waits_inside_a_sqlite_transaction_that_has_read(
             writer.submit(step).result()
         begun = time.monotonic()
         with transaction.atomic(using="plain"), pytest.raises(LockTimeout, match="another writer"):
-            with db_lock("k", using="plain", timeout=8):
-                pass
+            cycle(db_lock("k", using="plain", timeout=8))
         assert time.monotonic() - begun < 2
         for step in (lock.release, lambda: block.__exit__(None, None, None), connections.close_all):
             writer.submit(step).result()

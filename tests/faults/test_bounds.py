@@ -33,7 +33,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, each_of, observer, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, make_read_only, name_of, proxied
-from tests.support.lab import DRIVEN, LONG, SOME, expire, hold_of, renews, threads, until
+from tests.support.lab import DRIVEN, LONG, SOME, cycle, expire, hold_of, renews, threads, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.exact
@@ -350,8 +350,7 @@ def test_a_session_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch, databa
                 db_lock(engine, "k", timeout=0.3).acquire()
             assert until(lambda: not threads("dblock connect"), 5)
         proxy.black_hole = False
-        with db_lock(engine, "k", timeout=10):
-            pass
+        cycle(db_lock(engine, "k", timeout=10))
 
 
 def test_an_exclusive_writer_on_a_new_connection(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.conftest import timed
 from tests.support.failover import KINDS, URLS, elsewhere, locking
-from tests.support.lab import LONG, hold_of, until
+from tests.support.lab import LONG, cycle, hold_of, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
 MADE: dict[str, Callable[[], Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL}
@@ -245,8 +245,7 @@ def test_what_is_seen_may_not_be_durable() -> None:
         waits = create_engine(url)
         waits_not = create_engine(f"{url}?options=-csynchronous_commit%3Dlocal", isolation_level="AUTOCOMMIT")
         metadata.create_all(waits_not)
-        with db_lock(waits_not, "k"):
-            pass
+        cycle(db_lock(waits_not, "k"))
         lock, other = db_lock(waits, "k", ttl=2), db_lock(waits_not, "k", timeout=10)
         with waits_not.connect() as admin:
 
@@ -262,8 +261,7 @@ def test_what_is_seen_may_not_be_durable() -> None:
                 assert taking.result(10) is False
             assert lock.state is None
             assert until(lambda: not ended()), "whatever else waits keeps the row locked"
-        with other:
-            pass
+        cycle(other)
         waits.dispose()
         waits_not.dispose()
 

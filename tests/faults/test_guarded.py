@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from dblock.core.errors import LockError, LockStoreError
 from tests.conftest import run
 from tests.faults.conftest import EACH_WIRE, NOISY, Wire, name_of
-from tests.support.lab import before, ledger, until
+from tests.support.lab import before, cycle, ledger, until
 
 pytestmark = NOISY
 
@@ -62,5 +62,4 @@ def test_a_lost_answer(wire: Wire, where: str, what: str) -> None:
     committed = where == "release" or (where, what) == ("commit", "replies")
     assert until(lambda: run(database, "SELECT count(*) FROM ledger") == [(committed,)])
     after = wire.direct.lock("k", timeout=5)  # released, or ended with its lease
-    with after:
-        pass
+    cycle(after)

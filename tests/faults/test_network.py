@@ -18,7 +18,7 @@ from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, timed, url
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, NOISY, SEVERAL_WIRES, Wire, name_of, proxied
-from tests.support.lab import LATER, LONG, alive, remaining, renews, until
+from tests.support.lab import LATER, LONG, alive, cycle, remaining, renews, until
 
 pytestmark = NOISY
 
@@ -173,8 +173,7 @@ def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
     """Cut after COMMIT and before the answer, or before the request: what we believe is what the row says."""
     lock, rival = wire.subject.lock("k", ttl=20), wire.direct.lock("k")
     if name != "create":
-        with rival:
-            pass
+        cycle(rival)
         for _ in range(2):  # prepared
             wire.actor.call(lock, "acquire")
             wire.actor.call(lock, "acquire")
@@ -315,5 +314,4 @@ def test_an_outage_is_logged_once(
 
 
 def wait_and_release(engine: Engine) -> None:
-    with db_lock(engine, "k", timeout=40, slow_wait=40):
-        pass
+    cycle(db_lock(engine, "k", timeout=40, slow_wait=40))

@@ -23,7 +23,7 @@ from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, ti
 from tests.contract.test_queue import WAITERS, listen_in, wait_for, waiters
 from tests.faults import test_crash
 from tests.support.failover import KINDS, locking
-from tests.support.lab import FEW, LATER, LONG, SYNC, Remote, hold_of, renews, times, together, until
+from tests.support.lab import FEW, LATER, LONG, SYNC, Remote, cycle, hold_of, renews, times, together, until
 from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
@@ -152,8 +152,7 @@ def test_waits_go_on_when_the_database_restarts(kind: str) -> None:
 
         def wait() -> None:
             own = create_engine(engine.url)  # or it would stand in a line with the other one
-            with db_lock(own, "k", ttl=20, timeout=60):
-                pass
+            cycle(db_lock(own, "k", ttl=20, timeout=60))
             own.dispose()
 
         def places() -> int:

@@ -15,7 +15,7 @@ import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
 from tests.conftest import INNODB, MYSQL_DRIVER, url
-from tests.support.lab import FACES, SYNC, in_child
+from tests.support.lab import FACES, SYNC, cycle, in_child
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -85,8 +85,7 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
 
     for _ in range(2):
         session.execute(text("SELECT 1"))
-        with lock:
-            pass
+        cycle(lock)
         assert in_child(child) == [True, False]
         assert lock.locked(), "the child gave back its parent's lock"
         session.commit()
@@ -102,8 +101,7 @@ def test_a_child_ends_its_parents_atomic_block(database: str) -> None:
 
     lock = dblock.db_lock("k", using=database)
     with transaction.atomic(database):
-        with lock:
-            pass
+        cycle(lock)
         in_child(lambda: connections[database].atomic_blocks[-1].__exit__(None, None, None))
         assert lock.locked()
     assert not lock.locked()
@@ -115,22 +113,18 @@ def test_who_observes_goes_on_to_in_a_child(subject: Subject) -> None:
     told: list[Event] = []
     stop = dblock.observe(told.append)
     try:
-        with subject.lock("k"):
-            pass
+        cycle(subject.lock("k"))
         assert [event.kind for event in told] == ["acquired", "released"]
 
         def observed() -> list[str]:
             told.clear()
-            with subject.lock("k"):
-                pass
+            cycle(subject.lock("k"))
             stop()
-            with subject.lock("k"):
-                pass
+            cycle(subject.lock("k"))
             return [str(event.kind) for event in told]
 
         assert in_child(observed) == ["acquired", "released"]
-        with subject.lock("k"):
-            pass
+        cycle(subject.lock("k"))
         assert len(told) == 4
     finally:
         stop()

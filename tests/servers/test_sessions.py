@@ -19,7 +19,7 @@ from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, actors, name_of, wire
-from tests.support.lab import SOME, threads, until
+from tests.support.lab import SOME, cycle, threads, until
 from tests.support.pages import block
 from tests.support.subjects import MATRIX, Actor, Subject
 
@@ -76,8 +76,7 @@ def test_a_session_that_takes_no_writes_is_left(database: str) -> None:
     """Its server was demoted, say: the statement is sent again over another connection."""
     subject = Subject("sqlalchemy", "sync", database)
     lock = subject.lock("k", timeout=10)
-    with lock:
-        pass
+    cycle(lock)
     pool = lock._place.store()._source
     [idle] = pool._idle
     read_only = {"postgresql": "SET default_transaction_read_only = on"}

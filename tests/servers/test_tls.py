@@ -23,7 +23,7 @@ from sqlalchemy_dblock import LockStoreError, db_lock
 from sqlalchemy_dblock.connections import EnginePool
 from tests.settings import MYSQLCLIENT
 from tests.support.failover import make_tables
-from tests.support.lab import threads, until
+from tests.support.lab import cycle, threads, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, running
 
@@ -148,8 +148,7 @@ def test_a_lock_does_not_notice(server: Encrypting) -> None:
     for tls in (False, True, False):
         server.offer(tls=tls)
         engine.dispose()
-        with db_lock(engine, "k", timeout=20):
-            pass
+        cycle(db_lock(engine, "k", timeout=20))
     engine.dispose()
 
 

@@ -46,7 +46,7 @@ from sqlalchemy_dblock import (
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, timed, url
-from tests.support.lab import together, until
+from tests.support.lab import cycle, together, until
 from tests.support.servers import free_port
 from tests.support.subjects import EVERY, PSYCOPG2, Actor, Subject
 
@@ -241,14 +241,12 @@ def test_no_connection_outlives_the_engine(postgresql: object, pool: Any) -> Non
     """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""
     name = "disposable"
     engine = create_engine(url("postgresql"), connect_args={"application_name": name}, poolclass=pool)
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     counted = f"SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%{name}'"
     assert until(lambda: run("postgresql", counted) == [(0 if pool else 1,)])
     engine.dispose()
     assert until(lambda: run("postgresql", counted) == [(0,)])
-    with db_lock(engine, "k"):  # and it can be used again
-        pass
+    cycle(db_lock(engine, "k"))  # and it can be used again
     engine.dispose()
 
 
@@ -409,8 +407,7 @@ def test_prepared_statements_survive_a_discard(database: str, discard: str) -> N
     engine = create_engine(url(database))
     lock = db_lock(engine, "k")
     for _ in range(5):
-        with lock:
-            pass
+        cycle(lock)
     [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
     assert connection.prepared is not None
     connection.raw.cursor().execute(discard)

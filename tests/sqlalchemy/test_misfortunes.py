@@ -26,7 +26,7 @@ from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import run, url
-from tests.support.lab import together, until
+from tests.support.lab import cycle, together, until
 
 
 @pytest.fixture
@@ -175,8 +175,7 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
     """By having been used for a lock."""
     engine = create_engine(f"sqlite:///{tmp_path}/short.sqlite3")
     metadata.create_all(engine)
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     engine.dispose()
     store, gone = weakref.ref(store_for(engine)), weakref.ref(engine)
     del engine
@@ -220,8 +219,7 @@ def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.setattr(mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):
-        with db_lock(engine, "k"):
-            pass
+        cycle(db_lock(engine, "k"))
     [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
     cursor = connection.raw.cursor()
     cursor.execute(count)
@@ -237,8 +235,7 @@ def test_the_sessions_own_durability_comes_back(postgresql: object) -> None:
     """What a statement chooses for itself ends with it."""
     for setting in ("off", "on", "remote_write"):
         engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
-        with db_lock(engine, "k"):
-            pass
+        cycle(db_lock(engine, "k"))
         [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
         cursor = connection.raw.cursor()
         cursor.execute("SHOW synchronous_commit")
@@ -298,8 +295,7 @@ def test_an_interrupted_re_entry_of_a_lock_that_a_transaction_keeps(engine: Engi
     session = Session(engine)
     session.execute(text("SELECT 1"))
     lock = db_lock(engine, "k", session=session)
-    with lock:
-        pass
+    cycle(lock)
     trap("set_count", interrupt)
     with pytest.raises(KeyboardInterrupt):
         lock.acquire()

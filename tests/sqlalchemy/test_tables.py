@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import UnsupportedDatabase, create_tables, db_lock, metadata
 from tests.conftest import SERVERS, ready, run, url
-from tests.support.lab import together
+from tests.support.lab import cycle, together
 from tests.support.subjects import EVERY, Subject
 
 pytestmark = pytest.mark.direct
@@ -52,8 +52,7 @@ def test_workers_that_start_at_once(empty: tuple[str, str | None], level: str | 
     engines = [tenants(*empty, **({} if level is None else {"isolation_level": level})) for _ in range(AT_ONCE)]
     assert together(*(lambda engine=engine: create_tables(engine) for engine in engines)) == []
     for engine in engines:
-        with db_lock(engine, "k", timeout=5):
-            pass
+        cycle(db_lock(engine, "k", timeout=5))
         engine.dispose()
     named = [index["name"] for index in inspect(engines[0]).get_indexes("lock_waiters", schema=empty[1])]
     assert "lock_waiters_queue" in named
@@ -110,8 +109,7 @@ def test_tables_that_are_all_there(lowly: Callable[..., URL], database: str) -> 
     """The rights that the lock needs suffice; no right on the history's table does, where no history is kept."""
     engine = create_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
     create_tables(engine)
-    with db_lock(engine, "k", timeout=5):
-        pass
+    cycle(db_lock(engine, "k", timeout=5))
     if database != "postgresql":
         with pytest.raises(DBAPIError, match="lock_events"):
             create_tables(engine.execution_options(dblock_history=10))
@@ -135,7 +133,6 @@ def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> No
         with db_lock(again, "k", timeout=0) as same:  # the engine of another request, in the same flow
             assert same.count == 2
     named = root.execution_options(dblock_schema="ops", schema_translate_map={"ops": schema})
-    with db_lock(named, "k", timeout=5):
-        pass
+    cycle(db_lock(named, "k", timeout=5))
     for each in (root, home):
         each.dispose()

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -215,6 +216,13 @@ def together(*work: Callable[[], object]) -> list[BaseException]:
     for flow in flows:
         flow.join()
     return errors
+
+
+def cycle(*locks: AbstractContextManager[object]) -> None:
+    """Take each of these locks, and give it back."""
+    for lock in locks:
+        with lock:
+            pass
 
 
 def apart(function: Callable[[], T]) -> T:

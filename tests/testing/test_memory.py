@@ -25,7 +25,7 @@ from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
-from tests.support.lab import apart, in_child
+from tests.support.lab import apart, cycle, in_child
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -489,8 +489,7 @@ def test_what_it_refuses(sqlite: object, engine: Engine) -> None:
     with testing.memory():
         with pytest.raises(RuntimeError, match=r"memory\(\) was called inside memory\(\)"), testing.memory():
             pytest.fail("unreachable")
-        with dblock.db_lock("in memory", using="postgresql"):
-            pass
+        cycle(dblock.db_lock("in memory", using="postgresql"))
         majority = sqlalchemy_dblock.db_quorum_lock([engine, engine, engine], "k")
         with at_once(), pytest.raises(RuntimeError, match=r"memory\(\) has no majority locks"), majority:
             pytest.fail("unreachable")

@@ -17,7 +17,7 @@ from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, each_of
-from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews, until
+from tests.support.lab import PAIR_OF_FACES, SOME, cycle, hold_of, renews, until
 from tests.support.subjects import Actor, Subject
 
 subject = each_of(SOME)
@@ -166,11 +166,9 @@ def test_in_one_in_another(sqlite: object, engine: Engine) -> None:
         second = inner.__enter__()
         with lock:
             outer.__exit__(None, None, None)
-            with lock:
-                pass
+            cycle(lock)
     inner.__exit__(None, None, None)
-    with lock:
-        pass
+    cycle(lock)
     assert (len(first.history), len(second.history)) == (2, 2)
 
 
