@@ -205,6 +205,8 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins in a process where nobody holds or waits for anything; one that leaves somebody behind fails."""
     yield
+    while _own:
+        _own.pop().dispose()
     left = _left_behind()
     deadline = time.monotonic() + 2.0
     while left and time.monotonic() < deadline:  # flows that the test has told to end
@@ -334,14 +336,13 @@ subject = each_of()
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path: Path) -> Engine:
     """A SQLite file of the test's own, with the tables."""
     from sqlalchemy_dblock import create_tables
 
-    made = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    made = own_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     create_tables(made)
-    yield made
-    made.dispose()
+    return made
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:
@@ -393,6 +394,13 @@ def observer(database: str) -> Engine:
     return _observers[database]
 
 
+def own_engine(where: str | URL, **options: Any) -> Engine:
+    """An engine of the test's own, for a database or a URL; it is disposed of when the test has ended."""
+    _own.append(create_engine(url(where) if where in DATABASES else where, **options))
+    return _own[-1]
+
+
+_own: list[Engine] = []
 _observers: dict[str, Engine] = {}
 _of_parents: list[dict[str, Engine]] = []
 

@@ -19,7 +19,6 @@ import celery
 import pytest
 from celery.schedules import schedule
 from kombu.exceptions import EncodeError, OperationalError
-from sqlalchemy import create_engine
 
 from dblock import observe
 from dblock.celery import PersistentScheduler, states
@@ -29,7 +28,7 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, each_of, run, timed, url
+from tests.conftest import ALIASES, each_of, own_engine, run, timed
 from tests.support.lab import ended
 
 HOUR = 3600.0
@@ -42,8 +41,7 @@ class Beat:
     def __init__(self, face: str, database: str, entries: dict[str, Any] | None = None, **attributes: Any) -> None:
         app = celery.Celery("beats", broker="memory://", set_as_current=False)
         app.conf.beat_schedule = entries or {"e": {"task": "t", "schedule": schedule(HOUR)}}
-        self._engine = create_engine(url(database)) if face == "sqlalchemy" else None
-        where = {"engine": self._engine} if self._engine else {"using": ALIASES[database]}
+        where = {"engine": own_engine(database)} if face == "sqlalchemy" else {"using": ALIASES[database]}
         self.sent = list[str]()
         self.on_send: Callable[[str], object] = str
         kind = type("Beat", (PersistentScheduler,), {"lock_ttl": 5.0, **where, **attributes})
@@ -66,8 +64,6 @@ class Beat:
     def close(self) -> None:
         """End it in order."""
         self.scheduler.close()
-        if self._engine is not None:
-            self._engine.dispose()
 
 
 database = each_of(["postgresql"])
@@ -96,14 +92,12 @@ def known(database: str) -> Callable[[], dict[str, tuple[datetime, int]]]:
 
 def leave(database: str, fence: int, **entries: tuple[float, int]) -> None:
     """As another beat that was active: it has sent these so many seconds ago, and so often."""
-    engine = create_engine(url(database))
-    lock = db_lock(engine, "celery-beat:beats")
+    lock = db_lock(own_engine(database), "celery-beat:beats")
     store = lock._place.store()
     now = datetime.now(UTC)
     runs = {name: ((now - timedelta(seconds=ago)).isoformat(), count) for name, (ago, count) in entries.items()}
     assert drive(states.enter(store.database, lock.key, fence)) is not None
     assert drive(states.write(store.database, lock.key, fence, fence, json.dumps(runs)))
-    engine.dispose()
 
 
 def raises(error: Exception, task: str) -> Callable[[str], object]:
@@ -347,7 +341,7 @@ def test_a_database_that_is_away_ends_no_beat(
     """It says so once, and is active when the database is back."""
     timed(monkeypatch, single_try=0.25)  # a file is opened at once
     path = tmp_path / "there" / "beat.sqlite3"
-    engine = create_engine(f"sqlite:///{path}")
+    engine = own_engine(f"sqlite:///{path}")
     beat = Beat("django", "sqlite", engine=engine, using=None)
     with caplog.at_level(logging.INFO):
         assert beat.tick(3) == [PAUSE] * 3
@@ -357,7 +351,6 @@ def test_a_database_that_is_away_ends_no_beat(
     said = [each.partition(":")[2][:16] for each in caplog.messages if each.startswith("beat:")]
     assert said == [" cannot be activ", " active (fence 1"]
     beat.close()
-    engine.dispose()
 
 
 def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:

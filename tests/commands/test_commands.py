@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from django.db import OperationalError
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 
 from dblock import LockLost
 from dblock.cli import main
@@ -25,7 +25,7 @@ from dblock.operating.commands.console import span, table
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
-from tests.conftest import SERVERS, observer, timed, url
+from tests.conftest import SERVERS, observer, own_engine, timed
 from tests.contract.test_queue import stranger
 from tests.support.hung import hung
 from tests.support.lab import cycle, until
@@ -73,7 +73,7 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
 @pytest.mark.parametrize("shell", [each for each in EACH if each.face == "sqlalchemy"], indirect=True, ids=str)
 def test_show_tells_what_happened(shell: Shell) -> None:
     """Where a history is kept; the latest first, in words and as JSON."""
-    engine = create_engine(url(shell.database), execution_options={"dblock_history": 100})
+    engine = own_engine(shell.database, execution_options={"dblock_history": 100})
     try:
         cycle(db_lock(engine, "k", label="tea\x1b[2J"))
         assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
@@ -94,7 +94,6 @@ def test_show_tells_what_happened(shell: Shell) -> None:
     finally:
         observers.clear()
         runtime.current.watchdog.histories = None
-        engine.dispose()
 
 
 @pytest.mark.parametrize("shell", [EACH[2]], indirect=True, ids=str)

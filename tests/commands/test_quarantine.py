@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from dblock.checks import check_database, check_settings
 from dblock.contrib import prometheus
@@ -18,7 +18,7 @@ from dblock.operating.commands.checkup import Level
 from sqlalchemy_dblock import LockTimeout, attach, db_lock
 from tests.commands.conftest import Shell
 from tests.commands.test_doctor import findings
-from tests.conftest import SERVERS, ready, run, url
+from tests.conftest import SERVERS, own_engine, ready, run
 from tests.support.lab import LATER, cycle, later
 
 
@@ -33,10 +33,8 @@ def closed(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(closed: str) -> Iterator[Engine]:
-    engine = create_engine(url(closed))
-    yield engine
-    engine.dispose()
+def engine(closed: str) -> Engine:
+    return own_engine(closed)
 
 
 def assert_closed(engine: Engine, key: str, told: str) -> None:

@@ -21,7 +21,7 @@ from dblock.operating import administration, history
 from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, run, timed
+from tests.conftest import observer, own_engine, run, timed
 from tests.contract.conftest import with_settings
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
@@ -274,7 +274,6 @@ def test_where_no_history_is_kept_nothing_is_noted(sqlite: object) -> None:
     with db_lock(observer("sqlite"), "k"):
         assert not observers
         assert runtime.current.watchdog.histories is None
-    engine = create_engine("sqlite://", execution_options={"dblock_history": 100})
+    engine = own_engine("sqlite://", execution_options={"dblock_history": 100})
     assert store_for(engine).history == 0
     assert not observers
-    engine.dispose()

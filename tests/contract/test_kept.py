@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from dblock import LockNotHeld
 from dblock import db_lock as django_lock
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from tests.conftest import ALIASES, timed, url
+from tests.conftest import ALIASES, own_engine, timed
 from tests.contract.test_guard import Django, Rival, clients, notes, rival
 from tests.contract.test_guarded import write
 from tests.support.lab import cycle
@@ -33,7 +33,7 @@ class Client:
 
     def __init__(self, kind: str, database: str, _: object) -> None:
         self.alias, self.django = ALIASES[database], kind == "django"
-        self.engine = create_engine(url(database))
+        self.engine = own_engine(database)
         self.session = Session(self.engine)
         self.given: Any = Django(self.alias) if self.django else self.session
 
@@ -58,7 +58,6 @@ class Client:
 
     def close(self) -> None:
         self.session.close()
-        self.engine.dispose()
         connections[self.alias].close()
 
 

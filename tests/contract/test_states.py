@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pymysql
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 
 from dblock.celery import states
 from dblock.core.errors import LockStoreError, StoreUnanswered
@@ -16,7 +16,7 @@ from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, run, url
+from tests.conftest import INNODB, own_engine, run, url
 from tests.support.lab import fail
 from tests.support.subjects import Subject
 
@@ -151,12 +151,11 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
     if subject.database not in INNODB:
         pytest.skip("these count what was found")
     arguments = make_url(url(subject.database)).translate_connect_args(username="user")
-    engine = create_engine("mysql+pymysql://", creator=lambda: pymysql.connect(**arguments))
+    engine = own_engine("mysql+pymysql://", creator=lambda: pymysql.connect(**arguments))
     store = db_lock(engine, "k")._place.store()
     assert drive(states.enter(store.database, "k", 7)) == ("", 0)
     for number in (1, 1, 2):
         assert drive(states.write(store.database, "k", 7, number, "same"))
-    engine.dispose()
 
 
 def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:

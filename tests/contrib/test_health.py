@@ -25,7 +25,7 @@ from dblock.core import runtime
 from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
 from dblock.core.observing.observers import observers
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, ready, run, timed, url
+from tests.conftest import ALIASES, own_engine, ready, run, timed, url
 from tests.support.lab import cycle, together, until
 from tests.support.pages import block
 from tests.support.servers import free_port
@@ -53,7 +53,7 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
 
 def test_nobody_is_told(sqlite: object) -> None:
     """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
-    engine, told = create_engine(url("sqlite"), execution_options={"dblock_history": 100}), list[Event]()
+    engine, told = own_engine("sqlite", execution_options={"dblock_history": 100}), list[Event]()
     stop = observe(told.append)
     try:
         _ = check(engine)
@@ -65,7 +65,6 @@ def test_nobody_is_told(sqlite: object) -> None:
         stop()
         observers.clear()
         runtime.current.watchdog.histories = None
-        engine.dispose()
 
 
 def test_inside_a_transaction(postgresql: object) -> None:
@@ -82,10 +81,9 @@ def test_probes_of_one_machine_take_turns(engine: Engine) -> None:
 
 def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No table, a key that stays busy, nobody there; and not for ever."""
-    nothing = create_engine("sqlite://")
+    nothing = own_engine("sqlite://")
     with pytest.raises(LockStoreError, match="no table"):
         check(nothing)
-    nothing.dispose()
     monkeypatch.setattr("dblock.contrib.health.process_identity", lambda: {"host": "here"})
     lock = db_lock(engine, f"{HEALTH}here", ttl=60)
     with ThreadPoolExecutor(1) as elsewhere:
@@ -93,12 +91,11 @@ def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPa
         with pytest.raises(LockTimeout, match="here"):
             check(engine, timeout=0.2)
         elsewhere.submit(lock.release).result()
-    away = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres")
+    away = own_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres")
     began = time.monotonic()
     with pytest.raises(LockStoreError, match="cannot connect"):
         check(away, timeout=0.5)
     assert time.monotonic() - began < 5
-    away.dispose()
 
 
 ready_view = HealthCheckView.as_view(checks=["dblock.contrib.health_check.Locks"])

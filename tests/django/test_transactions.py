@@ -14,14 +14,13 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import call_command
 from django.db import DatabaseError, connections, transaction
 from django.utils.connection import ConnectionDoesNotExist
-from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, LockStoreError, LockTimeout, UnsupportedDatabase, db_lock
 from dblock.core import clock
 from dblock.store import DjangoStore, store_for
-from tests.conftest import INNODB, SERVERS, run, url
+from tests.conftest import INNODB, SERVERS, own_engine, run
 from tests.support.lab import cycle
 
 
@@ -60,7 +59,7 @@ def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) -> None:
     """It would keep the holder from releasing; the holder's block ends without trouble."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     with sqlalchemy_dblock.db_lock(engine, "k"), transaction.atomic(alias):
         start = time.monotonic()
         assert db_lock("k", using=alias).acquire(timeout=20) is False
@@ -72,7 +71,6 @@ def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) ->
         assert time.monotonic() - start < 10
     assert refused.value.holder is not None
     assert refused.value.holder.identity.pid == os.getpid()
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 
 from dblock.cli import main
 from dblock.core import clock, runtime
@@ -22,7 +22,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from dblock.operating import administration
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.conftest import INNODB, run, url
+from tests.conftest import INNODB, own_engine, run
 from tests.faults.conftest import long_run
 from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, elsewhere, locking, pair_of
@@ -201,7 +201,7 @@ def test_a_standby_that_is_started_without_its_signal() -> None:
 @pytest.mark.parametrize("database", ["postgresql", INNODB[-1]], indirect=True)
 def test_a_quarantine_begins_while_keys_are_held(database: str, how: str) -> None:
     """By a flow that finds one held, or has waited for it since before; not when the lease of a dead holder ends."""
-    engines = [create_engine(url(database)) for _ in "ab"]
+    engines = [own_engine(database) for _ in "ab"]
     held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
     if how == "writes":
         held, other = db_rwlock(engines[0], "k", ttl=60).read(), db_rwlock(engines[1], "k", ttl=60).write()
@@ -231,14 +231,12 @@ def test_a_quarantine_begins_while_keys_are_held(database: str, how: str) -> Non
         if how != "tries":
             assert waiting.result()
             pool.submit(other.release).result()
-    for engine in engines:
-        engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql", *INNODB], indirect=True)
 def test_where_the_tables_were_emptied_keys_are_open(database: str) -> None:
     """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     lock = db_lock(engine, "k")
     for key_is_new in (True, False):
         run(database, "DELETE FROM lock_epoch")
@@ -247,7 +245,6 @@ def test_where_the_tables_were_emptied_keys_are_open(database: str) -> None:
         assert lock.acquire(blocking=False)
         lock.release()
     assert len(run(database, "SELECT 1 FROM lock_epoch")) == 1
-    engine.dispose()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "galera"])

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, timed, url
+from tests.conftest import INNODB, own_engine, timed
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, NOISY, SEVERAL_WIRES, Wire, name_of, proxied
 from tests.support.lab import LATER, LONG, alive, cycle, remaining, renews, until
 
@@ -289,7 +289,7 @@ def test_an_outage_is_logged_once(
 ) -> None:
     """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
     timed(monkeypatch, retry_budget=1.0, waiter_ttl=1.5, listen_after=0.0)
-    holding = create_engine(url("postgresql"))
+    holding = own_engine("postgresql")
     holder = db_lock(holding, "k")
     assert holder.acquire()
     with proxied("postgresql") as (proxy, engine):
@@ -310,7 +310,6 @@ def test_an_outage_is_logged_once(
     assert "cannot be used, trying again" in begin
     assert "can be used again, after" in end
     assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(engine.url), "")), begin
-    holding.dispose()
 
 
 def wait_and_release(engine: Engine) -> None:

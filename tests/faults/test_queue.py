@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
 from sqlalchemy_dblock import LockTimeout, db_lock
-from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, timed, url
+from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, own_engine, run, timed, url
 from tests.contract.test_queue import WAITERS, listen_in, wait_for, waiters
 from tests.faults import test_crash
 from tests.support.failover import KINDS, locking
@@ -122,7 +122,7 @@ def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) 
         options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
     elif database in INNODB:
         options["connect_args"] = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level.upper()}"}
-    engine = create_engine(url(database), **options)
+    engine = own_engine(database, **options)
     size = times(30, 100)
     got, failed = list[int](), threading.Semaphore(0)
 
@@ -137,7 +137,6 @@ def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) 
             failed.release()
 
     assert together(*(partial(take, number) for number in range(size))) == []
-    engine.dispose()
     assert len(got) == (size if timeout else 1)
     assert got == sorted(set(got))
     # A join whose answer came too late leaves a place that ends by its time.

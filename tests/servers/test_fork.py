@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
-from tests.conftest import INNODB, MYSQL_DRIVER, url
+from tests.conftest import INNODB, MYSQL_DRIVER, own_engine
 from tests.support.lab import FACES, SYNC, cycle, in_child
 from tests.support.subjects import Subject
 
@@ -69,7 +69,7 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
     # Two processes cannot speak over one encrypted connection, and MySQL itself encrypts when it is not told otherwise.
     if database in INNODB and MYSQL_DRIVER == "mysqldb":
         pytest.skip("a connection of the application's that a child collects says good-bye to the server")
-    engine = create_engine(url(database), connect_args={"ssl_disabled": True} if database == "mysql" else {})
+    engine = own_engine(database, connect_args={"ssl_disabled": True} if database == "mysql" else {})
     session = scoped_session(sessionmaker(engine))
     lock = sqlalchemy_dblock.db_lock(engine, "k", session=session)
 
@@ -92,7 +92,6 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
         assert not lock.locked()
         assert in_child(child) == [True, False]
     session.remove()
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)

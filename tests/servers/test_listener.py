@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from django.db import connections
 from django.test import override_settings
-from sqlalchemy import URL, create_engine
+from sqlalchemy import URL
 
 from dblock.core import runtime
 from dblock.core.protocol import queue
@@ -25,7 +25,7 @@ from dblock.drivers.kill_query import KillQueryListener
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, SELDOM, SERVERS, observer, run, timed, url
+from tests.conftest import INNODB, SELDOM, SERVERS, observer, own_engine, run, timed, url
 from tests.contract.test_queue import stranger, waiters
 from tests.faults.conftest import LISTENERS
 from tests.faults.test_crash import joined
@@ -117,10 +117,9 @@ def test_a_listener_takes_no_place_in_a_pool(postgresql: object, monkeypatch: py
 
 def test_whether_to_listen_is_yes_or_no() -> None:
     """A word from an environment variable would always be true."""
-    engine = create_engine("sqlite://", execution_options={"dblock_listen": "no"})
+    engine = own_engine("sqlite://", execution_options={"dblock_listen": "no"})
     with pytest.raises(TypeError, match="dblock_listen"):
         db_lock(engine, "k").locked()
-    engine.dispose()
 
 
 STRANGE = ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"]

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core.errors import LockStoreError
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
-from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, run, timed, url
+from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, own_engine, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, actors, name_of, wire
 from tests.support.lab import SOME, cycle, threads, until
 from tests.support.pages import block
@@ -222,8 +222,7 @@ def test_the_first_attempts_of_a_process_have_an_answer(database: str, crowd: in
         lambda engine: db_semaphore(engine, "permits", 3),
     ]
     for make in makes:
-        engine, gate = create_engine(url(database)), threading.Barrier(crowd)
+        engine, gate = own_engine(database), threading.Barrier(crowd)
         with ThreadPoolExecutor(crowd) as pool:
             found = list(pool.map(attempt, [engine] * crowd, [make] * crowd, [gate] * crowd))
         assert crowd > 1 or found == [True]
-        engine.dispose()

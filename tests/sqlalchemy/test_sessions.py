@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from sqlalchemy_dblock import LockError, db_lock
-from tests.conftest import INNODB, SERVERS, each_of, url
+from tests.conftest import INNODB, SERVERS, each_of, own_engine, url
 from tests.contract.test_guard import Rival, empty, notes, rival
 from tests.contract.test_guarded import write
 from tests.support.lab import cycle, until
@@ -45,12 +45,10 @@ database = each_of(["sqlite", "postgresql"])
 
 
 @pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
+def engine(database: str) -> Engine:
     """An engine of each database, with a table of the user's."""
     empty(database)
-    made = create_engine(url(database))
-    yield made
-    made.dispose()
+    return own_engine(database)
 
 
 @pytest.fixture

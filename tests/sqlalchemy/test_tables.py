@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import UnsupportedDatabase, create_tables, db_lock, metadata
-from tests.conftest import SERVERS, ready, run, url
+from tests.conftest import SERVERS, own_engine, ready, run, url
 from tests.support.lab import cycle, together
 from tests.support.subjects import EVERY, Subject
 
@@ -98,10 +98,9 @@ def test_what_is_missing_is_made(engine: Engine) -> None:
 def test_a_database_that_refuses(tmp_path: Path) -> None:
     """SQLAlchemy's error, after a bounded number of tries."""
     (tmp_path / "read.sqlite3").touch()
-    engine = create_engine(f"sqlite:///file:{tmp_path}/read.sqlite3?mode=ro&uri=true")
+    engine = own_engine(f"sqlite:///file:{tmp_path}/read.sqlite3?mode=ro&uri=true")
     with pytest.raises(DBAPIError):
         create_tables(engine)
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", SERVERS)
@@ -119,7 +118,7 @@ def test_tables_that_are_all_there(lowly: Callable[..., URL], database: str) -> 
 def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> None:
     """The lock looks where the engine's tables are made, and shares no key with users of another schema."""
     where, schema = empty
-    root, home = create_engine(where), create_engine(url(database))
+    root, home = own_engine(where), own_engine(database)
     if schema is None:
         with pytest.raises(UnsupportedDatabase, match="SQLite has no schemas"):
             db_lock(root.execution_options(schema_translate_map={None: "main"}), "k")
@@ -134,5 +133,3 @@ def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> No
             assert same.count == 2
     named = root.execution_options(dblock_schema="ops", schema_translate_map={"ops": schema})
     cycle(db_lock(named, "k", timeout=5))
-    for each in (root, home):
-        each.dispose()

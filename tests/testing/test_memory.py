@@ -25,6 +25,7 @@ from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
+from tests.conftest import own_engine
 from tests.support.lab import apart, cycle, in_child
 
 NOWHERE = "/nonexistent/never.sqlite3"
@@ -410,7 +411,7 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
     """Likewise."""
     from sqlalchemy.orm import Session
 
-    engine = create_engine("sqlite://")
+    engine = own_engine("sqlite://")
     with Session(engine) as session:
         session.connection()
         with sqlalchemy_dblock.db_lock(engine, "k", session=session) as lock:
@@ -420,7 +421,6 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
         assert not lock.locked()
     with sqlalchemy_dblock.db_lock(engine, "k").begin(engine):
         locks.take_away("k")
-    engine.dispose()
 
 
 # -- beginning and ending

@@ -16,7 +16,7 @@ import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
-from tests.conftest import ALIASES, each_of
+from tests.conftest import ALIASES, each_of, own_engine
 from tests.support.lab import PAIR_OF_FACES, SOME, cycle, hold_of, renews, until
 from tests.support.subjects import Actor, Subject
 
@@ -176,7 +176,7 @@ def test_in_one_in_another(sqlite: object, engine: Engine) -> None:
 def test_an_engine_in_memory(shared: bool) -> None:
     """Whether its threads share one database or not."""
     options: dict[str, Any] = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}} if shared else {}
-    engine = create_engine("sqlite://", **options)
+    engine = own_engine("sqlite://", **options)
     sqlalchemy_dblock.metadata.create_all(engine)
     with testing.record(engine) as locks:
         with locks.busy("k"):
@@ -188,7 +188,6 @@ def test_an_engine_in_memory(shared: bool) -> None:
         assert not lock.locked()
         with pytest.raises(LockLost):
             lock.release()
-    engine.dispose()
 
 
 def test_on_an_event_loop_it_says_what_to_write(sqlite: object) -> None:
