@@ -155,8 +155,7 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
 
 def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
-    lock = either.lock("k", ttl=20)
-    actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k", ttl=20))
     first = actor.call(lock, "inspect")
     assert first.renewed is None
     assert "renewed" not in str(first)
@@ -211,8 +210,7 @@ def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, ca
 def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
     for options in ({"ttl": 0.3, "renew": False}, {"ttl": 1, "max_hold": 0.5}):
-        lock = async_face.lock("k", **options)
-        actor.call(lock, "acquire")
+        lock = actor.hold(async_face.lock("k", **options))
         assert until(lambda: actor.get(lock, "state") == "lost")  # noqa: B023 - called here
         with pytest.raises(LockLost) as caught:
             actor.call(lock, "release")

@@ -73,8 +73,7 @@ def test_a_block_may_end_elsewhere(
 
 def test_its_other_entries_stay_where_they_are(either: Subject, actor: Actor, other: Actor) -> None:
     """The flow that entered the block has entered the same key outside of it, too."""
-    outer, inner = either.lock("k", ttl=30), either.lock("k", ttl=30)
-    actor.call(outer, "acquire")
+    outer, inner = actor.hold(either.lock("k", ttl=30)), either.lock("k", ttl=30)
     actor.do(enter(either, inner))
     other.do(leave(either, inner))
     assert either.row("k")["count"] == 1

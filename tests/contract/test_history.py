@@ -73,8 +73,7 @@ def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
 def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
     actor, other, third = actors(3)
-    lock, began = subject.lock("k", label="tea"), time.monotonic()
-    actor.call(lock, "acquire")
+    began, lock = time.monotonic(), actor.hold(subject.lock("k", label="tea"))
     actor.call(lock, "acquire")  # nobody else's business
     fence = actor.get(lock, "fence")
     assert not other.call(subject.lock("k"), "acquire", timeout=0)
@@ -101,8 +100,7 @@ def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Ac
 @pytest.mark.usefixtures("sync_protocol", "soon")
 def test_what_went_wrong_with_it(subject: Subject, actor: Actor) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = subject.lock("k", ttl=30)
-    actor.call(lost, "acquire")
+    lost = actor.hold(subject.lock("k", ttl=30))
     expire(subject)
     store = lost._place.store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))

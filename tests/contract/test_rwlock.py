@@ -249,8 +249,7 @@ def test_a_waiting_writer_is_the_next_and_not_the_holder(protocol: Subject, acto
 def test_handing_it_over(either: Subject, actor: Actor, other: Actor, *, reads: bool) -> None:
     """detach() and attach() carry it to another flow as what it is; a sequencer proves it, and says if it is shared."""
     rw = rwlock(either)
-    mine = rw.read() if reads else rw.write()
-    actor.call(mine, "acquire")
+    mine = actor.hold(rw.read() if reads else rw.write())
     sequencer = actor.get(mine, "sequencer")
     found = actor.do(lambda: either.api("check_sequencer", sequencer))
     assert (found.mode, found.fence) == ("shared" if reads else "exclusive", actor.get(mine, "fence"))

@@ -53,8 +53,7 @@ def holder(wire: Wire) -> Iterator[Actor]:
 @several
 def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
     """`acquire()` returns False in time, keeps its connections, and its place is deleted a moment later."""
-    held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=0.6)
-    holder.call(held, "acquire")
+    held, wanted = holder.hold(wire.direct.lock("k", ttl=60)), wire.subject.lock("k", timeout=0.6)
     took = list[float]()
     assert wire.actor.call(wanted, "acquire") is False  # warms what a waiter needs
     assert until(lambda: waiters(wire.direct) == 0)
@@ -75,8 +74,7 @@ def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: A
 @some
 def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> None:
     """Each of two that wait for a second at most gets the key when the other one gives it back."""
-    near, distant = wire.direct.lock("k", timeout=1), wire.subject.lock("k", timeout=1)
-    assert holder.call(near, "acquire")
+    near, distant = holder.hold(wire.direct.lock("k", timeout=1)), wire.subject.lock("k", timeout=1)
     for _ in range(times(2, 3)):
         waiting = wire.actor.begin(distant, "acquire")
         assert until(lambda: waiters(wire.direct) == 1)

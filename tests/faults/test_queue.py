@@ -202,7 +202,6 @@ def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypat
     finally:
         stop.set()
         killer.join()
-        subject.engine.dispose()
     assert slowest < 1.0 * 1.25 + 0.5
 
 
@@ -264,7 +263,6 @@ def test_a_thousand_waiters_cost_a_listener_and_a_connection(
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(holder.acquire).result()
         asyncio.run(main())
-    subject.engine.dispose()
     assert max(count for count, _, _ in seen) == 2
     assert [each[1:] for each in seen[-7:]] == [(1, 0)] * 7
     assert served == list(range(1000))

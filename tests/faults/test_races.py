@@ -159,4 +159,3 @@ def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatc
     with lock:
         assert renews(hold_of(lock), soon=False)
     assert until(idle, 20)
-    subject.engine.dispose()

@@ -447,8 +447,7 @@ def test_the_documented_names_of_tables_are_valid() -> None:
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
 def test_freeing_by_hand(subject: Subject, actor: Actor, other: Actor) -> None:
     """The first in the queue gets the key within some seconds, the holder learns of it at its next renewal."""
-    lock, theirs = subject.lock("stock:42", ttl=3), subject.lock("stock:42", timeout=20)
-    actor.call(lock, "acquire")
+    lock, theirs = actor.hold(subject.lock("stock:42", ttl=3)), subject.lock("stock:42", timeout=20)
     waiting = other.begin(theirs, "acquire")
     time.sleep(0.5)
     [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))

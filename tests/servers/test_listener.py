@@ -74,9 +74,7 @@ def test_a_neighbour_is_not_notified(postgresql: object, before: str) -> None:
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {runtime.current.sockets().channel}")
-        subject = Subject("sqlalchemy", "sync", "postgresql")
-        hand_overs(subject, before)
-        subject.engine.dispose()
+        hand_overs(Subject("sqlalchemy", "sync", "postgresql"), before)
         heard = [message.payload.split(" ", 4)[4] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
 
@@ -99,7 +97,6 @@ def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
     message = Message.read(called.payload)
     assert message is not None
     assert message.proof == queue.proof(message.ticket, message.fence, message.lasts, "heir")
-    subject.engine.dispose()
 
 
 @pytest.mark.direct
@@ -139,7 +136,6 @@ def test_only_channels_of_our_own_form_are_notified(database: str) -> None:
                 subject.run("UPDATE locks SET last_ticket = :last WHERE lock_key = :key", last=2**61, key=key)
             assert subject.row(key)["owner"] == key, "the key was granted to that row"
         assert not disturbed()
-    subject.engine.dispose()
 
 
 @contextmanager
@@ -190,7 +186,6 @@ def test_several_listen(database: str) -> None:
     first.close()
     assert [second.listen(5), second.named] == [[], True]
     second.close()
-    subject.engine.dispose()
 
 
 @pytest.mark.parametrize("database", INNODB, indirect=True)
@@ -211,7 +206,6 @@ def test_another_user_rings_in_vain(database: str, lowly: Callable[..., URL]) ->
         assert waited.result(2.5 + 1) is True
         actor.call(lock, "release")
     actor.close()
-    subject.engine.dispose()
 
 
 @pytest.mark.parametrize(
@@ -231,8 +225,7 @@ def test_a_flood_costs_a_waiter_next_to_nothing(subject: Subject, monkeypatch: p
 
     monkeypatch.setattr(queue, "status", count)
     holder, actor = Actor(subject), Actor(subject)
-    held, lock = subject.lock("k"), subject.lock("k", timeout=60)
-    holder.call(held, "acquire")
+    held, lock = holder.hold(subject.lock("k")), subject.lock("k", timeout=60)
     waited = actor.begin(lock, "acquire")
     assert until(lambda: waiters(subject) == 1)
     [(channel, ticket)] = subject.run("SELECT channel, ticket FROM lock_waiters")
@@ -297,5 +290,4 @@ def test_a_process_that_is_told_not_to_listen_polls(
         hand_overs(subject, meanwhile=lambda: listeners.append(run(database, LISTENERS[database])))
     assert listeners[0] == [], "the other process may listen later"
     vars(store).pop("_waiter_services", None)
-    subject.engine.dispose()
     assert len([message for message in caplog.messages if "cannot notify this process" in message]) == 1

@@ -83,7 +83,6 @@ def test_a_session_that_takes_no_writes_is_left(database: str) -> None:
     idle.raw.cursor().execute(read_only.get(database, "SET SESSION TRANSACTION READ ONLY"))
     with lock:
         assert idle.closed
-    subject.engine.dispose()
 
 
 def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,8 +289,7 @@ async def _shares(text: str, rows: Callable[..., Awaitable[list[tuple[Any, ...]]
 def test_a_key_is_a_lock_or_refused(subject: Strange, actor: Actor) -> None:
     """Taken, entered again, verified, guarded in the caller's own transaction, and given back, by any text."""
     for text in TEXTS:
-        lock = subject.lock(text, label=text, timeout=5)
-        assert actor.call(lock, "acquire")
+        lock = actor.hold(subject.lock(text, label=text, timeout=5))
         assert actor.call(lock, "acquire")
         assert run(subject.database, "SELECT lock_key, label FROM locks") == [(text, text)]
         assert actor.call(lock, "verify") is True

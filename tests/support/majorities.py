@@ -57,11 +57,8 @@ def _subject(face: str, database: str) -> Subject:
 
 def close(actor: Actor) -> None:
     """Close the engines; `actor` is of the event loop that the asynchronous ones ran on, if there are any."""
-    for (face, _), subject in _subjects.items():
-        if face == "sync":
-            subject.engine.dispose()
-        else:
-            actor.do(subject.engine.dispose)
+    for subject in _subjects.values():
+        actor.do(subject.engine.dispose)
     _subjects.clear()
     gc.collect()
 

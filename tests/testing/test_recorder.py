@@ -94,8 +94,7 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
         assert until(lambda: actor.get(lock, "state") == "lost")
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-    other = subject.lock("k", ttl=2)
-    assert actor.call(other, "acquire")
+    other = actor.hold(subject.lock("k", ttl=2))
     assert renews(actor.do(lambda: hold_of(other)), soon=False)
     assert actor.call(other, "verify")
     actor.call(other, "release")
