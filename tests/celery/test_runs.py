@@ -38,7 +38,7 @@ from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
 from tests.conftest import clocked, own_engine, run
-from tests.support.lab import apart
+from tests.support.lab import apart, there
 
 NUMBERS = itertools.count()
 
@@ -57,8 +57,7 @@ def somebody(engine: Engine, key: str) -> Iterator[Any]:
 def known(lock: Any) -> LockInfo:
     """What the database says of a lock whose key has a row."""
     info: LockInfo | None = lock.inspect()
-    assert info is not None
-    return info
+    return there(info)
 
 
 class Site:
@@ -94,8 +93,7 @@ class Site:
     def fetch(self) -> Request:
         """The next message, as a worker sees it."""
         with self.app.connection_for_read() as connection:
-            message = connection.default_channel.basic_get(self.app.main, no_ack=True)
-            assert message is not None
+            message = there(connection.default_channel.basic_get(self.app.main, no_ack=True))
             message.accept = prepare_accept_content(self.app.conf.accept_content)
             told: dict[str, Any] = {}
             if "task" not in message.headers:  # the older protocol

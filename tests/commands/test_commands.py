@@ -28,7 +28,7 @@ from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
 from tests.conftest import SERVERS, observer, own_engine, timed
 from tests.contract.test_queue import stranger
 from tests.support.hung import hung
-from tests.support.lab import cycle, until
+from tests.support.lab import cycle, there, until
 from tests.support.pages import block
 from tests.support.subjects import Subject
 
@@ -457,8 +457,7 @@ def test_the_first_lease_after_a_hand_over(one: Shell) -> None:
     """It is that of the place in the queue, which is short: `show` says so."""
     with one.lock("k"):
         one.run("UPDATE locks SET ttl = 600")
-        left = re.search(r"^left: +(.*)$", one("show", "k").stdout, re.MULTILINE)
-        assert left is not None
+        left = there(re.search(r"^left: +(.*)$", one("show", "k").stdout, re.MULTILINE))
         assert re.fullmatch(r"[23]\d s of 30 s: it was handed over; its first renewal makes that 10 min 0 s", left[1])
 
 

@@ -20,7 +20,7 @@ from sqlalchemy_dblock import create_tables
 from tests import settings
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
 from tests.conftest import each_of, observer, url
-from tests.support.lab import LONG, ROOT, times, until
+from tests.support.lab import LONG, ROOT, there, times, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
@@ -36,8 +36,7 @@ DEAF = ("sh", "-c", 'trap "" TERM; echo $$; while :; do sleep 1; done')
 
 def line_of(process: subprocess.Popen[str]) -> str:
     """The next line that it says."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return there(process.stdout).readline().strip()
 
 
 def begun(one: Shell, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], str]:

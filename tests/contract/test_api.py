@@ -14,7 +14,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.contract.conftest import AXES
 from tests.contract.test_lease import STEAL
-from tests.support.lab import LATER, renewed, until
+from tests.support.lab import LATER, renewed, there, until
 from tests.support.subjects import Actor, Subject
 
 # -- options
@@ -163,8 +163,7 @@ def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: A
     assert renewed(either)
     with pytest.raises(LockTimeout) as caught:
         other.within(either.lock("k", timeout=0))
-    holder = caught.value.holder
-    assert holder is not None
+    holder = there(caught.value.holder)
     assert holder.renewed is not None
     assert 0 <= holder.renewed < 20
     assert holder.renewed + holder.remaining == pytest.approx(20)

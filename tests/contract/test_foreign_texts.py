@@ -12,7 +12,7 @@ import pytest
 
 from dblock import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
 from tests.contract.test_administration import Desk, desk
-from tests.support.lab import LATER, until
+from tests.support.lab import LATER, there, until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
@@ -116,8 +116,7 @@ def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, capl
     error = refused(LockLost, lambda: actor.call(lock, "release"))
     assert isinstance(error, LockLost)
     assert str(error).count(FRIENDLY) >= 2, "by whom it was freed, and who has it"
-    assert error.holder is not None
-    assert error.holder.identity.host.startswith(TEXT)
+    assert there(error.holder).identity.host.startswith(TEXT)
     assert FRIENDLY in logged(caplog, "lost the lease")[0]
 
 

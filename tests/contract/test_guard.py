@@ -25,7 +25,7 @@ from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, own_engine, ready, run, url
 from tests.contract.test_lease import STEAL
-from tests.support.lab import ended, expire, renewed, until
+from tests.support.lab import ended, expire, renewed, there, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -376,8 +376,7 @@ def test_a_lost_lock_is_refused(holder: Client) -> None:
     with pytest.raises(LockLost) as caught:
         holder.guard(lock)
     assert caught.value.reason is Reason.TAKEN_OVER
-    assert caught.value.holder is not None
-    assert caught.value.holder.identity.host == "elsewhere"
+    assert there(caught.value.holder).identity.host == "elsewhere"
     holder.end("rollback")
     assert notes(holder.database) == 0
     assert holder.actor.get(lock, "state") == "lost"

@@ -39,7 +39,7 @@ from tests.conftest import INNODB, observer, url
 from tests.contract.test_driver_errors import statements
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
-from tests.support.lab import cycle, hold_of, renew, until
+from tests.support.lab import cycle, hold_of, renew, there, until
 
 pytestmark = pytest.mark.direct
 
@@ -343,8 +343,7 @@ def test_tables_that_migrate_did_not_make(path: Path) -> None:
         assert found.id == "dblock.W010"
         with override_settings(MIGRATION_MODULES={"dblock": None}):
             assert ids() == []
-        command = re.search(r"`manage\.py (.+?)`", str(found.hint))
-        assert command is not None
+        command = there(re.search(r"`manage\.py (.+?)`", str(found.hint)))
         with pytest.raises(OperationalError, match="already exists"):
             call_command("migrate", database="other", verbosity=0)
         call_command(*command.group(1).split(), verbosity=0, skip_checks=False)

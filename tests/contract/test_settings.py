@@ -50,7 +50,7 @@ from tests.statements.cases import REQUEST, Case, Record
 from tests.statements.families import CASES
 from tests.statements.laboratory import Laboratory, statements
 from tests.support.configured import Configured, Setting, cells, configured
-from tests.support.lab import kept, renewed, until
+from tests.support.lab import kept, renewed, there, until
 from tests.support.loaded import python, without
 from tests.support.steps import NO_STORE
 from tests.support.subjects import PRODUCT, Actor, Subject
@@ -632,6 +632,5 @@ def test_drivers_that_datadog_traces() -> None:
     command = ["ddtrace.commands.ddtrace_run", sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", which, __file__]
     plain = ["-W", "default", "-p", "no:ddtrace", "-p", "no:ddtrace.pytest_bdd"]
     done = python("-m", *command, *plain, environment=environment)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
+    passed = there(re.search(r"(\d+) passed", done.stdout))
     assert int(passed[1]) == len([cell for cell in CELLS if cell[0].name == "nothing" and "mysql" not in str(cell[1])])

@@ -17,7 +17,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, own_engine, run, url
-from tests.support.lab import fail
+from tests.support.lab import fail, there
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.usefixtures("sync_protocol")
@@ -119,9 +119,7 @@ def test_of_many_who_enter_at_once_the_last_fence_writes(over: States) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         wrote = list(pool.map(one, range(2, 10)))
-    state = over.enter(10)
-    assert state is not None
-    assert state.split() == [str(fence) for fence in range(2, 10) if wrote[fence - 2]]
+    assert there(over.enter(10)).split() == [str(fence) for fence in range(2, 10) if wrote[fence - 2]]
     assert wrote[-1]
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SERVERS, observer, own_engine, url
-from tests.support.lab import renewed, until
+from tests.support.lab import renewed, there, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 from tests.support.subjects import Subject
@@ -46,8 +46,7 @@ def test_a_database_that_does_not_answer_delays_no_exit(postgresql: object) -> N
         )
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+        assert there(process.stdout).readline() == "held\n"
         proxy.black_hole = True
         process.communicate(timeout=30)
         assert process.returncode == 0

@@ -46,7 +46,7 @@ from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
-from tests.support.lab import renews, until
+from tests.support.lab import renews, there, until
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -358,8 +358,7 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(
     monkeypatch.undo()
     hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now() + 5, 0.3))
     watch.add(hold)  # due later than the round that never ended would have set
-    assert watch._thread is not None
-    assert watch._thread.is_alive()
+    assert there(watch._thread).is_alive()
     watch.discard(hold)
 
 
@@ -537,8 +536,7 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
         raise RuntimeError("can't start new thread")
 
     keeper.begin(do("hangs", hangs=True))
-    thread = keeper.renewer
-    assert thread is not None
+    thread = there(keeper.renewer)
     assert until(lambda: run == ["hangs"])
     keeper.begin(do("apart"))
     assert until(lambda: run == ["hangs", "apart"])

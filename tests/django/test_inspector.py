@@ -40,7 +40,7 @@ from dblock.operating.timeline import Timeline, timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, SERVERS, run
 from tests.support.hung import hung
-from tests.support.lab import LONG, cycle, later, until
+from tests.support.lab import LONG, cycle, later, there, until
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
 
 of_pages = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -258,8 +258,7 @@ def test_what_others_wrote_is_escaped(site: Site) -> None:
             assert not STEERING & {*text}, what
             assert FRIENDLY in text, what
         assert FRIENDLY in page(client, address_of(key, "history"))
-        logged = LogEntry.objects.order_by("-id").first()
-        assert logged is not None
+        logged = there(LogEntry.objects.order_by("-id").first())
         assert not STEERING & {*f"{logged} {logged.get_change_message()}"}
         assert not STEERING & {*post(client, address_of(f"none {HOSTILE}", "release"), **form)}
     heir.leave()
@@ -358,9 +357,7 @@ def test_the_holders_of_shares(site: Site) -> None:
     read = db_rwlock("k", using=site.alias, label="<i>reads").read()
     assert read.acquire()
     with db_semaphore("s", 3, using=site.alias, timeout=5) as permit:
-        info = read.inspect()
-        assert info is not None
-        row = info.key
+        row = there(read.inspect()).key
         for text in (page(client, LIST), page(client, change("k")), page(client, change(row))):
             assert f"k (reader {row[-16:].lstrip('0')})" in text
             assert "&lt;i&gt;reads" in text
@@ -408,8 +405,7 @@ def test_a_key_that_a_transaction_pins(site: Site) -> None:
         asking = page(client, change("k", "release"))
         assert "nobody can take it before that ends" in asking
         assert f"<code>{end}</code>" in asking
-        fence = re.search(r'name="fence" value="(\d+)"', asking)
-        assert fence is not None
+        fence = there(re.search(r'name="fence" value="(\d+)"', asking))
         done = post(client, change("k", "release"), fence=fence[1], reason="it hangs")
         for part in ("was released", "nobody can take it before that ends", 'data-state="pinned"'):
             assert part in done
@@ -619,9 +615,7 @@ def happened(kind: str, fence: int, ago: float, seconds: float = 0.0, *, label: 
 
 def drawn(events: list[EventInfo], now: EventInfo | None = None) -> Timeline:
     """The picture of that history, and of who has the key now."""
-    picture = timeline(events, now)
-    assert picture is not None
-    return picture
+    return there(timeline(events, now))
 
 
 def test_a_loss_that_was_noticed_late() -> None:

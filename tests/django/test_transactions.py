@@ -21,7 +21,7 @@ from dblock import LockLost, LockStoreError, LockTimeout, UnsupportedDatabase, d
 from dblock.core import clock
 from dblock.store import DjangoStore, store_for
 from tests.conftest import INNODB, SERVERS, own_engine, run
-from tests.support.lab import cycle
+from tests.support.lab import cycle, there
 
 
 def owner(database: str) -> object:
@@ -51,9 +51,7 @@ def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: 
         time.sleep(0.8)
         lock = db_lock("k", using=alias, ttl=30)
         with lock:
-            info = lock.inspect()
-            assert info is not None
-            assert info.remaining > 29.5
+            assert there(lock.inspect()).remaining > 29.5
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -69,8 +67,7 @@ def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) ->
         ):
             pytest.fail("unreachable")
         assert time.monotonic() - start < 10
-    assert refused.value.holder is not None
-    assert refused.value.holder.identity.pid == os.getpid()
+    assert there(refused.value.holder).identity.pid == os.getpid()
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)

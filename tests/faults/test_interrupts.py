@@ -32,7 +32,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
 from tests.conftest import watched_places
 from tests.faults.conftest import NOISY
-from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
+from tests.support.lab import LONG, SOME, SYNC, alive, there, threads, times, until
 from tests.support.model import Interrupted
 from tests.support.strikes import RENEWED, TTL, CancelledAt, Stage, Strike, nothing, play
 from tests.support.subjects import Subject
@@ -321,9 +321,7 @@ async def strike(stage: Stage, kind: Kind, named: tuple[str, Any], how: Strike |
     except Interrupted:
         return True
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
+        there(asyncio.current_task()).uncancel()
         return True
     finally:
         how.disarm()

@@ -29,7 +29,7 @@ from tests.conftest import INNODB, SELDOM, SERVERS, observer, own_engine, run, t
 from tests.contract.test_queue import stranger, waiters
 from tests.faults.conftest import LISTENERS
 from tests.faults.test_crash import joined
-from tests.support.lab import LONG, SOME, Remote, hold_of, threads, times, until
+from tests.support.lab import LONG, SOME, Remote, hold_of, there, threads, times, until
 from tests.support.steps import NO_STORE
 from tests.support.subjects import MATRIX, PSYCOPG2, Actor, Subject
 
@@ -94,8 +94,7 @@ def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
             assert drive(queue.grant(database, "k", 1, hold.tenure, here="here")) is not None
             hold.grant.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
-    message = Message.read(called.payload)
-    assert message is not None
+    message = there(Message.read(called.payload))
     assert message.proof == queue.proof(message.ticket, message.fence, message.lasts, "heir")
 
 

@@ -225,6 +225,12 @@ def cycle(*locks: AbstractContextManager[object]) -> None:
             pass
 
 
+def there(found: T | None) -> T:
+    """It, which is not None."""
+    assert found is not None
+    return found
+
+
 def apart(function: Callable[[], T]) -> T:
     """What it returns, or raises, in a thread of its own, which has ended then."""
     with ThreadPoolExecutor(1) as thread:

@@ -49,7 +49,7 @@ from sqlalchemy_dblock import create_tables, db_lock, reap
 from tests.conftest import INNODB, url
 from tests.support.clusters import Arbitrator
 from tests.support.history import Final, Operation, Record, Violation, violations
-from tests.support.lab import ROOT, until
+from tests.support.lab import ROOT, there, until
 from tests.support.nemesis_client import COUNTER, MEMBERS, TTL
 from tests.support.proof import PAGE, between
 from tests.support.proxy import Proxy
@@ -555,8 +555,7 @@ def stepped(world: World, _: object) -> Struck | None:
 
 def cut(world: World, member: Member) -> Struck | None:
     """All connections to a database end."""
-    assert member.proxy is not None
-    member.proxy.cut()
+    there(member.proxy).cut()
     return Struck("", member.name)
 
 
@@ -569,8 +568,7 @@ def unanswered(world: World, member: Member) -> Struck | None:
 
 def dropped(world: World, member: Member) -> Struck | None:
     """What passes is swallowed and nobody is told: on all connections, or on those of the moment."""
-    proxy = member.proxy
-    assert proxy is not None
+    proxy = there(member.proxy)
     if world.chance.random() < 0.5:
         proxy.forget()
     else:
@@ -593,8 +591,7 @@ def delayed(world: World, member: Member) -> Struck | None:
 def hung(world: World, member: Member) -> Struck | None:
     """A server stands still with all of its sessions (SIGSTOP)."""
     assert member.server is not None
-    assert member.server.process is not None
-    pids = _tree(member.server.process.pid)
+    pids = _tree(there(member.server.process).pid)
     _send(pids, signal.SIGSTOP)
     return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: _send(pids, signal.SIGCONT))
 

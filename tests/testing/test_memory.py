@@ -26,7 +26,7 @@ from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
 from tests.conftest import own_engine
-from tests.support.lab import apart, cycle, in_child
+from tests.support.lab import apart, cycle, in_child, there
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -215,8 +215,7 @@ def test_a_busy_key_is_a_timeout_at_once(locks: testing.Memory, db_lock: Make) -
             before = locks.clock.now()
             with pytest.raises(LockTimeout, match="worker-7.*nightly import") as caught:
                 hold(db_lock("k", timeout=timeout))
-            assert caught.value.holder is not None
-            assert caught.value.holder.identity.host == "worker-7"
+            assert there(caught.value.holder).identity.host == "worker-7"
             assert locks.clock.now() - before == pytest.approx(timeout)
         assert not db_lock("k").acquire(blocking=False)
         hold(db_lock("another"))

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine
 from dblock.core.errors import LockTimeout, WrongKind
 from dblock.testing import Memory, memory
 from sqlalchemy_dblock import db_leader, db_locks, db_rwlock, db_semaphore
-from tests.support.lab import apart, cycle
+from tests.support.lab import apart, cycle, there
 from tests.testing.test_memory import at_once
 
 ENGINE = create_engine("sqlite://")
@@ -115,9 +115,7 @@ def test_a_busy_leader(locks: Memory) -> None:
     leader = db_leader(ENGINE, "mail")
     with locks.busy(leader, label="worker 2"):
         assert leader.campaign(timeout=300) is False
-        found = leader.leader()
-        assert found is not None
-        assert found.label == "worker 2"
+        assert there(leader.leader()).label == "worker 2"
     assert leader.campaign(timeout=0)
     with pytest.raises(RuntimeError, match="cannot make 'mail' busy: it is held by"), locks.busy(leader):
         pytest.fail("unreachable")
