@@ -31,7 +31,7 @@ from dblock.core.lock import leaving
 from tests.conftest import timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import fail, in_child, interrupt, remaining, renewed, until
+from tests.support.lab import apart, fail, in_child, interrupt, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 KEY = "k"
@@ -468,9 +468,7 @@ def test_a_body_in_a_thread_that_has_ended(subject: Subject, other: Actor, candi
     """Holds up no resignation: a generator began it, and nobody goes on with that."""
     leader = candidate()
     generator = leads(leader)
-    thread = threading.Thread(target=next, args=(generator,))
-    thread.start()
-    thread.join()
+    apart(partial(next, generator))
     assert leader.is_leader
     resigning = other.start(leader.resign)
     resigning.result(10)

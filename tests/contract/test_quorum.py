@@ -38,8 +38,7 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import observer, ready, run
-from tests.contract.test_secrets import without
-from tests.support.lab import close_django, in_child, interrupt, renew, together, until
+from tests.support.lab import close_django, in_child, interrupt, renew, together, until, without
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 

@@ -31,7 +31,7 @@ from tests.conftest import ALIASES, INNODB, run, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, cycle, hold_of, remaining, renewed, until
+from tests.support.lab import PROTOCOL, apart, cycle, hold_of, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 
@@ -297,8 +297,7 @@ def test_a_guarded_one_keeps_the_others_out(subject: Subject, *, reads: bool) ->
                 hold_of(mine).lease.trusted_until = 0.0
             else:
                 mine.release()
-            with ThreadPoolExecutor() as pool:
-                assert pool.submit(of(rwlock(subject), reader=not reads).acquire, timeout=0.3).result() is False
+            assert apart(partial(of(rwlock(subject), reader=not reads).acquire, timeout=0.3)) is False
             assert readers(subject) == reads
             session.commit()
         if lapsed:

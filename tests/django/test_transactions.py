@@ -21,7 +21,7 @@ from dblock import LockLost, LockStoreError, LockTimeout, UnsupportedDatabase, d
 from dblock.core import clock
 from dblock.store import DjangoStore, store_for
 from tests.conftest import INNODB, SERVERS, own_engine, run
-from tests.support.lab import cycle, there
+from tests.support.lab import cycle, there, without
 
 
 def owner(database: str) -> object:
@@ -163,13 +163,10 @@ def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
 
 def test_a_missing_table_names_its_cure(database: str, alias: str) -> None:
     """The migration, by name and database."""
-    run(database, "ALTER TABLE locks RENAME TO hidden")
-    try:
-        with pytest.raises(LockStoreError, match=f"migrate dblock --database {alias}") as caught:
-            db_lock("k", using=alias).acquire()
-        assert isinstance(caught.value.__cause__, connections[alias].Database.Error)  # type: ignore[attr-defined]
-    finally:
-        run(database, "ALTER TABLE hidden RENAME TO locks")
+    cure = f"migrate dblock --database {alias}"
+    with without(database, "locks"), pytest.raises(LockStoreError, match=cure) as caught:
+        db_lock("k", using=alias).acquire()
+    assert isinstance(caught.value.__cause__, connections[alias].Database.Error)  # type: ignore[attr-defined]
 
 
 def test_an_unknown_alias_is_refused() -> None:

@@ -459,6 +459,28 @@ def expire(subject: Subject, key: str = "k") -> None:
     run(subject.database, "UPDATE locks SET expires_at = acquired_at WHERE lock_key = :k", k=key)
 
 
+@contextlib.contextmanager
+def without(database: str, table: str) -> Iterator[None]:
+    """A database that refuses all statements on a table."""
+    run(database, f"ALTER TABLE {table} RENAME TO {table}_away")
+    try:
+        yield
+    finally:
+        run(database, f"ALTER TABLE {table}_away RENAME TO {table}")
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, refused: Callable[[str], object] = lambda _: True) -> None:
+    """Let no thread be had that has such a name."""
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if refused(thread.name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+
+
 def close_django(database: str, suffix: str = "") -> None:
     """Close this thread's connection."""
     connections[ALIASES[database] if not suffix else f"{database}{suffix}"].close()

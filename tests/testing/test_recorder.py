@@ -17,7 +17,7 @@ from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, each_of, own_engine
-from tests.support.lab import PAIR_OF_FACES, SOME, cycle, hold_of, renews, until
+from tests.support.lab import PAIR_OF_FACES, SOME, cycle, hold_of, renews, until, without
 from tests.support.subjects import Actor, Subject
 
 subject = each_of(SOME)
@@ -146,12 +146,8 @@ def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
 
 def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
     """What was raised is kept, and raised."""
-    subject.run("ALTER TABLE locks RENAME TO elsewhere")
-    try:
-        with testing.record() as locks, pytest.raises(LockError) as caught:
-            actor.call(subject.lock("k", timeout=0), "acquire")
-    finally:
-        subject.run("ALTER TABLE elsewhere RENAME TO locks")
+    with without(subject.database, "locks"), testing.record() as locks, pytest.raises(LockError) as caught:
+        actor.call(subject.lock("k", timeout=0), "acquire")
     [attempt] = locks.history
     assert (attempt.outcome, attempt.error) == ("failed", caught.value)
 
