@@ -70,8 +70,11 @@ database = each_of(["postgresql"])
 """One: what each of them makes of a state and of a leader is tested in `tests/contract`."""
 
 
+Make = Callable[..., Beat]
+
+
 @pytest.fixture
-def make(database: str) -> Iterator[Callable[..., Beat]]:
+def make(database: str) -> Iterator[Make]:
     """Makes beats on one database."""
     with ended(Beat) as make:
         yield lambda face="sqlalchemy", **differently: make(face, database, **differently)
@@ -132,7 +135,7 @@ def unanswered(after: int = 0, *, written: bool = False) -> Iterator[None]:
     indirect=["database"],
 )
 def test_what_is_due_is_sent_once_and_the_next_one_knows(
-    make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
+    make: Make, face: str, database: str, known: Callable[[], Any]
 ) -> None:
     """By the active beat; after that has ended in order the next one sends the entry when it is due again."""
     leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1))
@@ -152,9 +155,7 @@ def test_what_is_due_is_sent_once_and_the_next_one_knows(
         assert another.submit(second.scheduler.close).result() is None
 
 
-def test_an_entry_that_is_new_is_first_sent_after_its_interval(
-    make: Callable[..., Beat], known: Callable[[], Any]
-) -> None:
+def test_an_entry_that_is_new_is_first_sent_after_its_interval(make: Make, known: Callable[[], Any]) -> None:
     """As Celery does; and a fail-over in between does not begin that time anew."""
     first = make()
     first.tick(2)
@@ -166,9 +167,7 @@ def test_an_entry_that_is_new_is_first_sent_after_its_interval(
     assert known()["e"] == begun
 
 
-def test_a_beat_that_was_deposed_sends_nothing(
-    make: Callable[..., Beat], database: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_beat_that_was_deposed_sends_nothing(make: Make, database: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was frozen for so long that another one is active, and its clock, too, has stood still."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -183,7 +182,7 @@ def test_a_beat_that_was_deposed_sends_nothing(
 
 @pytest.mark.parametrize("away", ["e", "f"])
 def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, away: str
+    make: Make, database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
     """Once; and in the meantime others have their turns, whichever of them is the first in the schedule.
 
@@ -205,9 +204,7 @@ def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
     assert known()[away][1] == 6
 
 
-def test_who_knows_that_it_sent_nothing_does_not_forget_it(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_who_knows_that_it_sent_nothing_does_not_forget_it(make: Make, database: str, known: Callable[[], Any]) -> None:
     """Broker and database were away at once: it is sent when both are back."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -221,9 +218,7 @@ def test_who_knows_that_it_sent_nothing_does_not_forget_it(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_a_broker_that_cannot_be_reached_ends_no_beat(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_a_broker_that_cannot_be_reached_ends_no_beat(make: Make, database: str, known: Callable[[], Any]) -> None:
     """Nothing is claimed before there is a connection, which is a new one after a message that was not taken."""
     leave(database, 1, e=(2 * HOUR, 5), f=(2 * HOUR, 5))
     beat = make(entries=TWO)
@@ -245,7 +240,7 @@ def test_a_broker_that_cannot_be_reached_ends_no_beat(
     assert (sorted(beat.sent), known()["e"][1], known()["f"][1]) == (["e", "f"], 6, 6)
 
 
-def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..., Beat], database: str) -> None:
+def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Make, database: str) -> None:
     """It is logged and left out, as Celery does."""
     leave(database, 1, e=(2 * HOUR, 5), f=(HOUR + 1, 5))
     beat = make(entries=TWO)
@@ -256,7 +251,7 @@ def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_claim_whose_answer_is_lost_is_claimed_again(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], written: bool
+    make: Make, database: str, known: Callable[[], Any], written: bool
 ) -> None:
     """Whether it was written or not: it is sent once."""
     leave(database, 1, e=(2 * HOUR, 5))
@@ -269,7 +264,7 @@ def test_a_claim_whose_answer_is_lost_is_claimed_again(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_a_claim_of_an_earlier_term_is_forgotten(make: Callable[..., Beat], database: str) -> None:
+def test_a_claim_of_an_earlier_term_is_forgotten(make: Make, database: str) -> None:
     """Another beat has sent the entry since."""
     leave(database, 1, e=(2 * HOUR, 5))
     first, second = make(), make()
@@ -300,9 +295,7 @@ def ends_on_sigterm(beat: Beat) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_is_claimed_is_sent_before_a_beat_ends(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_what_is_claimed_is_sent_before_a_beat_ends(make: Make, database: str, known: Callable[[], Any]) -> None:
     """SIGTERM between the claim and the message: it is lost otherwise; and then the key is free."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -313,7 +306,7 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
 
-def test_a_standby_says_so_once(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_standby_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """And who is active. It is no attempt that fails, to metrics and a history; that it has become active they have."""
     first, second, events = make(), make(), list[Event]()
     stop = observe(events.append)
@@ -353,7 +346,7 @@ def test_a_database_that_is_away_ends_no_beat(
     beat.close()
 
 
-def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_without_a_database_says_so_at_its_start() -> None:
     """But not when Celery only asks for its banner; and an app needs a name, or its beat a key."""
     kind = type("Beat", (PersistentScheduler,), {"engine": 7})
     app = celery.Celery("beats", broker="memory://", set_as_current=False)

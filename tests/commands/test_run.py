@@ -203,7 +203,7 @@ def test_min_hold_keeps_the_key(one: Shell) -> None:
     assert one("run", "--nb", "--min-hold", "60", "k", "--", "true").returncode == 75
 
 
-def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
+def test_a_command_with_a_group_of_its_own(one: Shell) -> None:
     """As timeout(1) makes itself one: it is sent the signals, and ended with its lock, or with who keeps that."""
     command = ["timeout", "60", "sh", "-c", "echo $$; exec sleep 50"]
     process, first = begun(one, "k", "--", *command)

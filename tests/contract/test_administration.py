@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,7 @@ from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SELDOM, observer, timed
 from tests.support.lab import cycle, remaining, renew, renewed, until
-from tests.support.subjects import Actor, Subject, twin
-
-Actors = Callable[[int], list[Actor]]
+from tests.support.subjects import Actor, Actors, Subject, twin
 
 
 class Desk:

@@ -33,7 +33,7 @@ from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
 from tests.support.lab import PROTOCOL, alive, cycle, renewed, until
-from tests.support.subjects import FAMILY, Actor, Subject
+from tests.support.subjects import FAMILY, Actor, Actors, Subject
 
 
 def enter(subject: Subject, lock: Any) -> Callable[[], Any]:
@@ -144,9 +144,7 @@ SHARED: dict[str, Callable[[Subject], Any]] = {
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_the_end_of_a_block_leaves_no_other_flows(
-    either: Subject, actors: Callable[[int], list[Actor]], what: str
-) -> None:
+def test_the_end_of_a_block_leaves_no_other_flows(either: Subject, actors: Actors, what: str) -> None:
     """An end in a flow without a block is that of the one block whose flow is over; else it is refused."""
     innocent, ending, alive, foreign = actors(4)
     block = SHARED[what](either)

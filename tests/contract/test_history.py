@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from tests.contract.conftest import with_settings
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
 from tests.support.lab import cycle, expire, renew, until
-from tests.support.subjects import Actor, Subject
+from tests.support.subjects import Actor, Actors, Subject
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
 
 
 @pytest.mark.usefixtures("either", "soon")
-def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_what_became_of_a_lock(subject: Subject, actors: Actors) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
     actor, other, third = actors(3)
     began, lock = time.monotonic(), actor.hold(subject.lock("k", label="tea"))

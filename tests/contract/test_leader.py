@@ -288,7 +288,7 @@ def test_who_leads_can_be_observed(either: Subject, actor: Actor, other: Actor, 
         other.do(aterms.aclose)
 
 
-def test_a_leader_object_that_is_dropped_leads_no_more(either: Subject, actor: Actor, candidate: Candidate) -> None:
+def test_a_leader_object_that_is_dropped_leads_no_more(either: Subject, actor: Actor) -> None:
     """Its lease is not renewed."""
     leader = either.api("db_leader", KEY, ttl=1.5)  # which no fixture keeps
     assert actor.call(leader, "campaign")

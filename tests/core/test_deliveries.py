@@ -39,9 +39,7 @@ def handled() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None
         log.removeHandler(each)
 
 
-def test_a_record_is_that_of_the_thread_that_logs(
-    handled: Callable[..., None], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_record_is_that_of_the_thread_that_logs(handled: Callable[..., None], request: pytest.FixtureRequest) -> None:
     """Its thread, place and context; but factory, filters and `repr`s of the application's run elsewhere."""
     seen = list[tuple[Any, ...]]()
     ran_in = set[str]()
