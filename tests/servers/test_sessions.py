@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from django.db import connections
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import LockStoreError
@@ -94,10 +94,7 @@ def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(settings, "OPTIONS", {**settings["OPTIONS"], **option})
         return
     arguments: Any = {"server_settings": option} if subject.driver == "asyncpg" else option
-    make: Any = create_engine if subject.face == "sync" else create_async_engine
-    vars(subject)["engine"] = make(
-        make_url(url(subject.database, subject.driver)).set(port=subject.port), connect_args=arguments
-    )
+    vars(subject)["engine"] = subject._made(connect_args=arguments)
 
 
 async def connect(subject: Subject) -> None:

@@ -61,10 +61,12 @@ from tests.support.servers import (
     PostgreSQL,
     Server,
     Standby,
+    children,
     end_with_parent,
     find_program,
     free_port,
     running,
+    send,
 )
 
 PROCESSES = 3
@@ -592,21 +594,14 @@ def hung(world: World, member: Member) -> Struck | None:
     """A server stands still with all of its sessions (SIGSTOP)."""
     assert member.server is not None
     pids = _tree(there(member.server.process).pid)
-    _send(pids, signal.SIGSTOP)
-    return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: _send(pids, signal.SIGCONT))
+    send(pids, signal.SIGSTOP)
+    return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: send(pids, signal.SIGCONT))
 
 
 def _tree(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *(each for child in children for each in _tree(int(child)))]
+        return [pid, *(each for child in children(pid) for each in _tree(child))]
     return []
-
-
-def _send(pids: Sequence[int], what: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, what)
 
 
 def restarted(world: World, member: Member) -> Struck | None:
@@ -623,12 +618,12 @@ def crashed(world: World, member: Member) -> Struck | None:
             return
         busy = {each.target for each in world.struck}
         pids = [each.pid for each in world.clients if each.pid and str(each.number) not in busy]
-        _send(pids, signal.SIGSTOP)  # nobody is answered after the moment up to which all is kept
+        send(pids, signal.SIGSTOP)  # nobody is answered after the moment up to which all is kept
         time.sleep(0.1)
         try:
             server.lose_power()
         finally:
-            _send(pids, signal.SIGCONT)
+            send(pids, signal.SIGCONT)
 
     return _down(world, member, fail)
 
