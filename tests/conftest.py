@@ -24,6 +24,8 @@ from sqlalchemy.engine import URL, Dialect, Engine, make_url
 
 from dblock.core import clock, runtime, timing
 from dblock.core.deliveries import deliveries
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe, observers
 from dblock.core.runtime import current_flow
 from tests.support.proxy import Proxy
 from tests.support.servers import (
@@ -205,8 +207,8 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins in a process where nobody holds or waits for anything; one that leaves somebody behind fails."""
     yield
-    while _own:
-        _own.pop().dispose()
+    while _ends:
+        _ends.pop()()
     left = _left_behind()
     deadline = time.monotonic() + 2.0
     while left and time.monotonic() < deadline:  # flows that the test has told to end
@@ -222,6 +224,9 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
         state += [site.local_queues, site._contended, site.ended]
     for each in (*state, *_kept()):
         each.clear()
+    if watchdog.histories is not None:
+        observers.clear()
+        watchdog.histories = None
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
     for connection in connections.all(initialized_only=True):
@@ -396,11 +401,19 @@ def observer(database: str) -> Engine:
 
 def own_engine(where: str | URL, **options: Any) -> Engine:
     """An engine of the test's own, for a database or a URL; it is disposed of when the test has ended."""
-    _own.append(create_engine(url(where) if where in DATABASES else where, **options))
-    return _own[-1]
+    engine = create_engine(url(where) if where in DATABASES else where, **options)
+    _ends.append(engine.dispose)
+    return engine
 
 
-_own: list[Engine] = []
+def heard(*kinds: Kind) -> list[Event]:
+    """What observers of these kinds, or of all, are told from now on until the test has ended."""
+    told: list[Event] = []
+    _ends.append(observe(told.append, *kinds))
+    return told
+
+
+_ends: list[Callable[[], None]] = []
 _observers: dict[str, Engine] = {}
 _of_parents: list[dict[str, Engine]] = []
 

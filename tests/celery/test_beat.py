@@ -20,15 +20,14 @@ import pytest
 from celery.schedules import schedule
 from kombu.exceptions import EncodeError, OperationalError
 
-from dblock import observe
 from dblock.celery import PersistentScheduler, states
 from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
-from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, each_of, own_engine, run, timed
+from tests.conftest import ALIASES, each_of, heard, own_engine, run, timed
 from tests.support.lab import ended
 
 HOUR = 3600.0
@@ -308,20 +307,16 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(make: Make, database: str, k
 
 def test_a_standby_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """And who is active. It is no attempt that fails, to metrics and a history; that it has become active they have."""
-    first, second, events = make(), make(), list[Event]()
-    stop = observe(events.append)
-    try:
-        with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
-            first.tick()
-            another.submit(second.tick, 5).result()
-            assert {event.kind for event in events} == {Kind.ACQUIRED}
-            [said] = [each for each in caplog.messages if "standing by" in each]
-            assert f"pid {os.getpid()}" in said
-            first.close()
-            another.submit(second.tick, 5).result()
-            another.submit(second.scheduler.close).result()
-    finally:
-        stop()
+    first, second, events = make(), make(), heard()
+    with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
+        first.tick()
+        another.submit(second.tick, 5).result()
+        assert {event.kind for event in events} == {Kind.ACQUIRED}
+        [said] = [each for each in caplog.messages if "standing by" in each]
+        assert f"pid {os.getpid()}" in said
+        first.close()
+        another.submit(second.tick, 5).result()
+        another.submit(second.scheduler.close).result()
     told = [(event.kind, event.how, event.wait < 1) for event in events if event.kind is Kind.ACQUIRED]
     assert told == [(Kind.ACQUIRED, "at_once", True)] * 2
     assert {event.kind for event in events} == {Kind.ACQUIRED, Kind.RELEASED}

@@ -20,7 +20,6 @@ from sqlalchemy import make_url
 from dblock import LockLost
 from dblock.cli import main
 from dblock.core import runtime
-from dblock.core.observing.observers import observers
 from dblock.operating.commands.console import span, table
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
@@ -74,26 +73,22 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
 def test_show_tells_what_happened(shell: Shell) -> None:
     """Where a history is kept; the latest first, in words and as JSON."""
     engine = own_engine(shell.database, execution_options={"dblock_history": 100})
-    try:
-        cycle(db_lock(engine, "k", label="tea\x1b[2J"))
-        assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
-        left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
-        assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
-        assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
-        assert abs((datetime.now().astimezone() - datetime.fromisoformat(took["at"])).total_seconds()) < 60
-        assert took["at"] <= left["at"]
-        few = shell("show", "k", "--events", "1").stdout
-        assert "acquired" not in few
-        assert "(the last 1; --events N shows more)" in few
-        shown = shell("show", "k").stdout
-        assert "shows more" not in shown
-        lines = [line for line in shown.splitlines() if f"pid {os.getpid()}" in line]
-        assert re.match(r"\d\d:\d\d:\d\d +\d", lines[-1])
-        assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
-        assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
-    finally:
-        observers.clear()
-        runtime.current.watchdog.histories = None
+    cycle(db_lock(engine, "k", label="tea\x1b[2J"))
+    assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
+    left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
+    assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
+    assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(took["at"])).total_seconds()) < 60
+    assert took["at"] <= left["at"]
+    few = shell("show", "k", "--events", "1").stdout
+    assert "acquired" not in few
+    assert "(the last 1; --events N shows more)" in few
+    shown = shell("show", "k").stdout
+    assert "shows more" not in shown
+    lines = [line for line in shown.splitlines() if f"pid {os.getpid()}" in line]
+    assert re.match(r"\d\d:\d\d:\d\d +\d", lines[-1])
+    assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
+    assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
 
 
 @pytest.mark.parametrize("shell", [EACH[2]], indirect=True, ids=str)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from dblock import LockLost, LockRevoked, observe
+from dblock import LockLost, LockRevoked
 from dblock.core.errors import Reason, StoreUnanswered
-from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
 from dblock.operating import administration
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import SELDOM, observer, timed
+from tests.conftest import SELDOM, heard, observer, timed
 from tests.support.lab import cycle, remaining, renew, renewed, until
 from tests.support.subjects import Actor, Actors, Subject, twin
 
@@ -156,12 +156,10 @@ def test_an_answer_that_is_lost_is_looked_up(
 
 def test_observers_are_told(either: Subject, desk: Desk) -> None:
     """What was done, by whom and why; nothing of what was not."""
-    told: list[Event] = []
-    stop = observe(told.append, Kind.FORCED)
+    told = heard(Kind.FORCED)
     with pytest.raises(LockLost), desk.lock("k") as lock:
         assert not desk.force("k", 7)
         assert desk.force("k", lock.fence, "root: enough")
-    stop()
     [event] = told
     assert (event.key, event.reason) == ("k", "root: enough")
     assert event.fence

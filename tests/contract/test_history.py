@@ -49,12 +49,8 @@ def kept(plain: Subject, most: int) -> Iterator[Subject]:
     run(plain.database, "DELETE FROM lock_events")
     watchdog = runtime.current.watchdog
     with with_settings(plain, history=most) as own:
-        try:
-            yield own
-        finally:
-            assert until(lambda: not watchdog._unfinished, 10)
-            observers.clear()
-            watchdog.histories = None
+        yield own
+        assert until(lambda: not watchdog._unfinished, 10)
 
 
 def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:

@@ -18,14 +18,12 @@ from health_check.views import HealthCheckView
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock import LockStoreError, LockTimeout, observe
+from dblock import LockStoreError, LockTimeout
 from dblock.contrib.health import acheck, check
 from dblock.contrib.health_check import Locks
-from dblock.core import runtime
-from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
-from dblock.core.observing.observers import observers
+from dblock.core.observing.events import DOCTOR, HEALTH, Kind
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, own_engine, ready, run, timed, url
+from tests.conftest import ALIASES, heard, own_engine, ready, run, timed, url
 from tests.support.lab import cycle, together, until, without
 from tests.support.pages import block
 from tests.support.servers import free_port
@@ -53,18 +51,12 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
 
 def test_nobody_is_told(sqlite: object) -> None:
     """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
-    engine, told = own_engine("sqlite", execution_options={"dblock_history": 100}), list[Event]()
-    stop = observe(told.append)
-    try:
-        _ = check(engine)
-        for key in (DOCTOR, "k"):
-            cycle(db_lock(engine, key))
-        assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
-        assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
-    finally:
-        stop()
-        observers.clear()
-        runtime.current.watchdog.histories = None
+    engine, told = own_engine("sqlite", execution_options={"dblock_history": 100}), heard()
+    _ = check(engine)
+    for key in (DOCTOR, "k"):
+        cycle(db_lock(engine, key))
+    assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
+    assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
 
 
 def test_inside_a_transaction(postgresql: object) -> None:
