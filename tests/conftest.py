@@ -27,6 +27,7 @@ from dblock.core.deliveries import deliveries
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe, observers
 from dblock.core.runtime import current_flow
+from dblock.operating.history import _hear
 from tests.support.proxy import Proxy
 from tests.support.servers import (
     MariaDB,
@@ -224,9 +225,8 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
         state += [site.local_queues, site._contended, site.ended]
     for each in (*state, *_kept()):
         each.clear()
-    if watchdog.histories is not None:
-        observers.clear()
-        watchdog.histories = None
+    observers.pop(_hear, None)
+    watchdog.histories = None
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
     for connection in connections.all(initialized_only=True):
