@@ -35,7 +35,7 @@ from dblock.models import table
 from dblock.operating.statements.tables import plain_sql
 from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata, metadata_for, reap
-from tests.conftest import INNODB, observer, url
+from tests.conftest import INNODB, observer, own_engine, url
 from tests.contract.test_driver_errors import statements
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
@@ -192,14 +192,6 @@ def wait_for_it(engine: Engine, turns: list[int | None]) -> None:
         turns.append(mine.fence)
 
 
-def assert_free(place: Place, key: str) -> None:
-    """In tables of yet another name the same key is another lock: a guard of the one does not keep the other."""
-    metadata_for(prefix="more").create_all(place.engine)
-    more = create_engine(place.url, execution_options={"dblock_prefix": "more"})
-    cycle(db_lock(more, key, timeout=1))
-    more.dispose()
-
-
 def test_locks_live_there(place: Place) -> None:
     """Held, renewed, entered again, guarded, handed over, waited for and reaped, with nothing in the usual tables."""
     metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
@@ -218,7 +210,10 @@ def test_locks_live_there(place: Place) -> None:
         with engine.connect() as connection, connection.begin():
             lock.guard(connection)
             if place.database != "sqlite":  # where it would be the second writer
-                assert_free(place, "k")
+                # In tables of yet another name the same key is another lock: a guard of the one keeps no other.
+                metadata_for(prefix="more").create_all(place.engine)
+                more = own_engine(place.url, execution_options={"dblock_prefix": "more"})
+                cycle(db_lock(more, "k", timeout=1))
         token = lock.detach()
     with attach(engine, token) as same:
         assert same.fence == turns[0]

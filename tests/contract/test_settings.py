@@ -369,12 +369,6 @@ def in_turn(known: list[tuple[Setting, Subject]], *names: str) -> list[tuple[Set
     return known if PRODUCT else [group[n % len(group)] for n, group in enumerate(groups.values())]
 
 
-def one_of_each(*names: str) -> Any:
-    """Each setting by such cells."""
-    found = in_turn(CELLS, *names)
-    return pytest.mark.parametrize("cell", found, ids=["-".join(map(str, cell)) for cell in found])
-
-
 @pytest.fixture(scope="module")
 def laboratories() -> Iterator[dict[str, Laboratory]]:
     """Of each database one, with sessions from before every setting."""
@@ -466,7 +460,7 @@ def telling(database: str) -> list[Case]:
     return [case for kinds in found.values() for case in kinds.values()]
 
 
-@one_of_each("database")
+@pytest.mark.parametrize("cell", in_turn(CELLS, "database"), ids=lambda cell: "-".join(map(str, cell)))
 def test_it_does_not_reach_the_lock(
     subject: Configured, actors: Callable[[], Actor], laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
@@ -294,7 +293,7 @@ def test_an_outage_is_logged_once(
     assert holder.acquire()
     with proxied("postgresql") as (proxy, engine):
         with ThreadPoolExecutor(5) as pool, db_lock(engine, "other", ttl=60):
-            flows = [pool.submit(wait_and_release, engine) for _ in range(5)]
+            flows = [pool.submit(cycle, db_lock(engine, "k", timeout=40, slow_wait=40)) for _ in range(5)]
             time.sleep(1.0)
             caplog.clear()
             proxy.refusing = True
@@ -310,7 +309,3 @@ def test_an_outage_is_logged_once(
     assert "cannot be used, trying again" in begin
     assert "can be used again, after" in end
     assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(engine.url), "")), begin
-
-
-def wait_and_release(engine: Engine) -> None:
-    cycle(db_lock(engine, "k", timeout=40, slow_wait=40))
