@@ -28,7 +28,7 @@ from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, each_of, heard, own_engine, run, timed
-from tests.support.lab import ended
+from tests.support.lab import ended, handling
 
 HOUR = 3600.0
 TWO = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
@@ -285,13 +285,10 @@ def ends_on_sigterm(beat: Beat) -> Iterator[None]:
         beat.scheduler.close()
         raise SystemExit
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handling(signal.SIGTERM, stop):
         with pytest.raises(SystemExit):
             yield
         assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_what_is_claimed_is_sent_before_a_beat_ends(make: Make, database: str, known: Callable[[], Any]) -> None:

@@ -31,7 +31,7 @@ from dblock.core.lock import leaving
 from tests.conftest import timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import apart, fail, in_child, interrupt, remaining, renewed, until
+from tests.support.lab import apart, fail, handling, in_child, interrupt, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 KEY = "k"
@@ -613,15 +613,12 @@ def test_a_body_ends_before_the_next_term_begins(
         with pytest.raises(LockLost):
             leader.check()
 
-    before = signal.signal(signal.SIGALRM, lambda *_: leader.stop())
-    try:
+    with handling(signal.SIGALRM, lambda *_: leader.stop()):
         if block == "run":
             leader.run(body)()
         else:
             with leader:
                 body(0)
-    finally:
-        _ = signal.signal(signal.SIGALRM, before)
     assert seen == [(False, None, False)], "two led at once"
     assert other.call(rival, "campaign", 5)
     other.call(rival, "resign")
@@ -637,12 +634,9 @@ def test_stop_in_a_signal_handler(subject: Subject, candidate: Candidate) -> Non
         def lead(term: int) -> None:
             pass
 
-        before = signal.signal(signal.SIGALRM, lambda *_, leader=leader: leader.stop())
-        try:
+        with handling(signal.SIGALRM, lambda *_, leader=leader: leader.stop()):
             _ = signal.setitimer(signal.ITIMER_REAL, 0.01 + number * 0.0007)
             lead()
-        finally:
-            _ = signal.signal(signal.SIGALRM, before)
         leader.resign()
         assert not leader.is_leader
         assert until(lambda: subject.row(KEY)["owner"] is None, 2), number

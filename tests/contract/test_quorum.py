@@ -37,7 +37,7 @@ from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
 from tests.conftest import heard, observer, ready, run
-from tests.support.lab import close_django, in_child, interrupt, renew, together, until, without
+from tests.support.lab import close_django, handling, in_child, interrupt, renew, together, until, without
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -629,15 +629,12 @@ def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float
     """By a signal handler that raises."""
     lock = place.lock()
     timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with leaves_nothing(place, wait), contextlib.suppress(KeyboardInterrupt):
-            timer.start()
-            with lock:
-                pass
-            timer.join()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    interrupted = handling(signal.SIGUSR1, signal.default_int_handler)
+    with interrupted, leaves_nothing(place, wait), contextlib.suppress(KeyboardInterrupt):
+        timer.start()
+        with lock:
+            pass
+        timer.join()
 
 
 @pytest.mark.parametrize("wait", WAITS)

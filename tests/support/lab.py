@@ -481,6 +481,16 @@ def no_thread(monkeypatch: pytest.MonkeyPatch, refused: Callable[[str], object] 
     monkeypatch.setattr(threading.Thread, "start", starting)
 
 
+@contextlib.contextmanager
+def handling(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    """Let this handle a signal while the block lasts."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def close_django(database: str, suffix: str = "") -> None:
     """Close this thread's connection."""
     connections[ALIASES[database] if not suffix else f"{database}{suffix}"].close()
