@@ -106,13 +106,12 @@ def test_a_database_that_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("database", SERVERS)
 def test_tables_that_are_all_there(lowly: Callable[..., URL], database: str) -> None:
     """The rights that the lock needs suffice; no right on the history's table does, where no history is kept."""
-    engine = create_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
+    engine = own_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
     create_tables(engine)
     cycle(db_lock(engine, "k", timeout=5))
     if database != "postgresql":
         with pytest.raises(DBAPIError, match="lock_events"):
             create_tables(engine.execution_options(dblock_history=10))
-    engine.dispose()
 
 
 def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> None:

@@ -907,14 +907,12 @@ def _galera_lacks() -> str:
 
 def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     """The page's part about a run."""
-    found = [*parts.values()]
-    known = {name: version for each in found for name, version in each.versions.items()}
+    whole = functools.reduce(Result.plus, parts.values())
     python = f"Python {platform.python_version()}, Django {django.__version__}, SQLAlchemy {sqlalchemy.__version__}"
-    versions = ", ".join([*known.values(), python, *(["libfaketime"] if FAKETIME else [])])
-    total, seconds = sum(each.operations.total() for each in found), max(each.seconds for each in found)
-    yield f"`{command}` on {time.strftime('%d %B %Y', time.gmtime())}: {total:,} operations in"
-    yield f"{seconds / 60:.0f} minutes in {worlds} worlds side by side on {os.cpu_count()} processors, of which they"
-    yield f"used {sum(each.cpu for each in found) / 60:.0f} minutes. {versions}."
+    versions = ", ".join([*whole.versions.values(), python, *(["libfaketime"] if FAKETIME else [])])
+    yield f"`{command}` on {time.strftime('%d %B %Y', time.gmtime())}: {whole.operations.total():,} operations in"
+    yield f"{whole.seconds / 60:.0f} minutes in {worlds} worlds side by side on {os.cpu_count()} processors, of which"
+    yield f"they used {whole.cpu / 60:.0f} minutes. {versions}."
     if lacking := _galera_lacks():
         yield f"Without Galera: {lacking}."
     yield f"Operations: {', '.join(f'{part} {each.operations.total():,}' for part, each in parts.items())}."
@@ -922,16 +920,16 @@ def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     for title, counted in (
-        ("operations", [each.operations for each in found]),
-        ("tenures", [each.tenures for each in found]),
-        ("grants to waiters", [each.grants for each in found]),
-        ("guarded writes", [Counter({"": each.outcomes["write: ok"]}) for each in found]),
-        ("faults", [each.faults for each in found]),
-        ("violations", [Counter({"": len(each.violations)}) for each in found]),
+        ("operations", whole.operations),
+        ("tenures", whole.tenures),
+        ("grants to waiters", whole.grants),
+        ("guarded writes", Counter({"": whole.outcomes["write: ok"]})),
+        ("faults", whole.faults),
+        ("violations", Counter({"": len(whole.violations)})),
     ):
-        yield f"| **{title}** | {sum(each.total() for each in counted):,} |"
-        for name in sorted({name for each in counted for name in each if name}):
-            yield f"| {name} | {sum(each[name] for each in counted):,} |"
+        yield f"| **{title}** | {counted.total():,} |"
+        for name in sorted(filter(None, counted)):
+            yield f"| {name} | {counted[name]:,} |"
 
 
 def main() -> None:
