@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 
 from dblock.cli import main
 from sqlalchemy_dblock import create_tables
 from tests import settings
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
-from tests.conftest import each_of, observer, url
+from tests.conftest import each_of, observer, own_engine, url
 from tests.support.lab import LONG, ROOT, there, times, until
 
 
@@ -361,7 +361,7 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
 def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_path: Path, missing: str) -> None:
     """MariaDB shows them one by one, and their indexes after them: the lock is not taken before all are there."""
     address = _new_database(request, "mariadb")
-    engine = create_engine(address)
+    engine = own_engine(address)
     create_tables(engine)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"DROP {missing}")
@@ -369,7 +369,6 @@ def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_p
     assert (tmp_path / "ran").exists()
     with engine.connect() as connection, pytest.raises(DBAPIError, match="[Ee]xists|Duplicate"):
         connection.exec_driver_sql(f"CREATE {missing} (lock_key{'' if 'INDEX' in missing else ' int'})")
-    engine.dispose()
 
 
 def _new_database(request: pytest.FixtureRequest, database: str) -> str:

@@ -137,9 +137,7 @@ def test_renewals_and_reaping(either: Subject, actor: Actor, told: list[Event]) 
     """One event for a statement, however many leases or rows it was about."""
     renewals: list[Event] = []
     stop = observe(renewals.append, Kind.RENEWED)
-    locks = [either.lock(f"k{number}", ttl=20) for number in range(3)]
-    for lock in locks:
-        assert actor.call(lock, "acquire")
+    locks = [actor.hold(either.lock(f"k{number}", ttl=20)) for number in range(3)]
     renew()
     assert until(lambda: any(event.amount == 3 for event in renewals), 20)
     stop()

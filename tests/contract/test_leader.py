@@ -49,10 +49,9 @@ def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
         return made[-1]
 
     yield make
-    cleaner = Actor(subject)
-    for leader in made:
-        cleaner.call(leader, "stop")
-    cleaner.close()
+    with contextlib.closing(Actor(subject)) as cleaner:
+        for leader in made:
+            cleaner.call(leader, "stop")
 
 
 def test_who_is_elected_leads_until_it_resigns(
@@ -542,7 +541,9 @@ def test_stop_at_any_moment_ends_run(async_face: Subject, actor: Actor, candidat
     assert async_face.row(KEY)["owner"] is None
 
 
-def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, candidate: Candidate) -> None:
+def test_a_deposition_inside_a_task_group(
+    async_face: Subject, actor: Actor, other: Actor, candidate: Candidate
+) -> None:
     """Is one: the next campaign begins."""
     leader, terms = candidate(ttl=1.2), list[int]()
 
@@ -563,10 +564,8 @@ def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, can
 
     running = actor.start(lead)
     assert until(lambda: len(terms) == 2, 20)
-    stopping = Actor(async_face)
-    stopping.call(leader, "stop")
+    other.call(leader, "stop")
     running.result(10)
-    stopping.close()
 
 
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks")

@@ -660,7 +660,8 @@ def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, actor: Actor,
 
 def test_flows_take_turns(place: Place) -> None:
     """Never two at a time, and the fences grow."""
-    actors = [*place.actors, *(Actor(place.actors[0].subject) for _ in "cd")]
+    actors = place.actors
+    actors += [Actor(actors[0].subject) for _ in "cd"]
     tenures: list[tuple[float, float, int]] = []
 
     def work(lock: Any) -> None:
@@ -675,8 +676,6 @@ def test_flows_take_turns(place: Place) -> None:
             actor.within(lock, functools.partial(work, lock))
 
     assert together(*(functools.partial(again, actor) for actor in actors)) == []
-    for actor in actors[2:]:
-        actor.close()
     assert len(tenures) == 8 * len(actors)
     tenures.sort()
     for (_, ended, fence), (began, _, next_fence) in itertools.pairwise(tenures):

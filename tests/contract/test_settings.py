@@ -11,7 +11,7 @@ import re
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from decimal import Decimal
 from functools import partial
 from importlib.util import find_spec
@@ -397,9 +397,8 @@ def subject(laboratory: Laboratory, cell: tuple[Setting, Subject]) -> Iterator[C
         yield made
         for each in (made, *made.__dict__.get("twins", ())):
             if "engine" in each.__dict__:
-                disposing = Actor(each)
-                disposing.do(each.engine.dispose)
-                disposing.close()
+                with closing(Actor(each)) as disposing:
+                    disposing.do(each.engine.dispose)
 
 
 @pytest.fixture

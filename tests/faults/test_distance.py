@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,7 +17,7 @@ from dblock.core.latency import Latency
 from tests.contract.test_queue import waiters
 from tests.faults.conftest import EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import LONG, times, until
-from tests.support.subjects import Actor
+from tests.support.subjects import Actor, Subject
 
 DISTANCES = (0.02, 0.08) if LONG else (0.08,)
 several = pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
@@ -42,11 +42,9 @@ def far(request: pytest.FixtureRequest, wire: Wire) -> Iterator[float]:
 
 
 @pytest.fixture
-def holder(wire: Wire) -> Iterator[Actor]:
+def holder(wire: Wire, actors: Callable[[Subject], Actor]) -> Actor:
     """Somebody near the database."""
-    actor = Actor(wire.direct)
-    yield actor
-    actor.close()
+    return actors(wire.direct)
 
 
 @pytest.mark.exact
