@@ -401,7 +401,7 @@ def observer(database: str) -> Engine:
 
 def own_engine(where: str | URL, **options: Any) -> Engine:
     """An engine of the test's own, for a database or a URL; it is disposed of when the test has ended."""
-    engine = create_engine(url(where) if where in DATABASES else where, **options)
+    engine = create_engine(url(where) if isinstance(where, str) and where in DATABASES else where, **options)
     _ends.append(engine.dispose)
     return engine
 

@@ -203,18 +203,18 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
 def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
     """What is seen of a lease may then be more than what they have, and so may what is told by a notification."""
     options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
-    there = "dblock_00000000_0123456789abcdef"
+    channel = "dblock_00000000_0123456789abcdef"
     with locking(lambda: PostgreSQL(options=options)) as (server, engine):
         listening = psycopg.connect(
             host="127.0.0.1", port=server.port, user="dblock", dbname="postgres", autocommit=True
         )
         with db_lock(engine, "k", renew=False) as lock, listening:
-            listening.execute(f"LISTEN {there}")
+            listening.execute(f"LISTEN {channel}")
             database, hold, _ = lock._place.store().database, hold_of(lock), joined(lock)
             given = granted(lock, hold)
             assert given.lasts == 0
             hold.grant.handed_over = True
-            _ = joined(lock, f"{there}.1", "next")
+            _ = joined(lock, f"{channel}.1", "next")
             assert drive(queue.grant(database, "k", 2, Tenure("k", "heir", given.fence), here="here")) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = there(Message.read(called.payload))
