@@ -24,7 +24,10 @@ from sqlalchemy.engine import URL, Dialect, Engine, make_url
 
 from dblock.core import clock, runtime, timing
 from dblock.core.deliveries import deliveries
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe, observers
 from dblock.core.runtime import current_flow
+from dblock.operating.history import _hear
 from tests.support.proxy import Proxy
 from tests.support.servers import (
     MariaDB,
@@ -205,6 +208,8 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins in a process where nobody holds or waits for anything; one that leaves somebody behind fails."""
     yield
+    while _ends:
+        _ends.pop()()
     left = _left_behind()
     deadline = time.monotonic() + 2.0
     while left and time.monotonic() < deadline:  # flows that the test has told to end
@@ -220,6 +225,8 @@ def _process_state(request: pytest.FixtureRequest) -> Iterator[None]:
         state += [site.local_queues, site._contended, site.ended]
     for each in (*state, *_kept()):
         each.clear()
+    observers.pop(_hear, None)
+    watchdog.histories = None
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
     for connection in connections.all(initialized_only=True):
@@ -334,14 +341,13 @@ subject = each_of()
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path: Path) -> Engine:
     """A SQLite file of the test's own, with the tables."""
     from sqlalchemy_dblock import create_tables
 
-    made = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    made = own_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     create_tables(made)
-    yield made
-    made.dispose()
+    return made
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:
@@ -393,6 +399,21 @@ def observer(database: str) -> Engine:
     return _observers[database]
 
 
+def own_engine(where: str | URL, **options: Any) -> Engine:
+    """An engine of the test's own, for a database or a URL; it is disposed of when the test has ended."""
+    engine = create_engine(url(where) if isinstance(where, str) and where in DATABASES else where, **options)
+    _ends.append(engine.dispose)
+    return engine
+
+
+def heard(*kinds: Kind) -> list[Event]:
+    """What observers of these kinds, or of all, are told from now on until the test has ended."""
+    told: list[Event] = []
+    _ends.append(observe(told.append, *kinds))
+    return told
+
+
+_ends: list[Callable[[], None]] = []
 _observers: dict[str, Engine] = {}
 _of_parents: list[dict[str, Engine]] = []
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
 from tests.celery import locked
 from tests.conftest import ready, run, url
-from tests.support.lab import ended
+from tests.support.lab import ended, until
 from tests.support.loaded import python, without
-from tests.support.servers import RabbitMQ, Redis, running
+from tests.support.servers import RabbitMQ, Redis, children, running, send
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = without("DJANGO_SETTINGS_MODULE")
@@ -88,27 +85,21 @@ class Worker(Process):
 
     def children(self) -> list[int]:
         """The processes of its pool."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(child) for child in path.read_text().split()]
+        return children(self.process.pid)
 
     def kill(self) -> None:
         """End it and the processes of its pool, whatever they do."""
         if not self.over():
             self.process.send_signal(signal.SIGSTOP)  # it starts no others in their place
-            children = self.children()
+            pool = self.children()
             self.process.kill()
             self.process.wait()
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+            send(pool, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 100.0) -> None:
     """Until it is true; fails if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert until(condition, seconds)
 
 
 def redelivering(seconds: float) -> dict[str, float]:

@@ -19,18 +19,16 @@ import celery
 import pytest
 from celery.schedules import schedule
 from kombu.exceptions import EncodeError, OperationalError
-from sqlalchemy import create_engine
 
-from dblock import observe
 from dblock.celery import PersistentScheduler, states
 from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
-from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, each_of, run, timed, url
-from tests.support.lab import ended
+from tests.conftest import ALIASES, each_of, heard, own_engine, run, timed
+from tests.support.lab import ended, handling
 
 HOUR = 3600.0
 TWO = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
@@ -42,8 +40,7 @@ class Beat:
     def __init__(self, face: str, database: str, entries: dict[str, Any] | None = None, **attributes: Any) -> None:
         app = celery.Celery("beats", broker="memory://", set_as_current=False)
         app.conf.beat_schedule = entries or {"e": {"task": "t", "schedule": schedule(HOUR)}}
-        self._engine = create_engine(url(database)) if face == "sqlalchemy" else None
-        where = {"engine": self._engine} if self._engine else {"using": ALIASES[database]}
+        where = {"engine": own_engine(database)} if face == "sqlalchemy" else {"using": ALIASES[database]}
         self.sent = list[str]()
         self.on_send: Callable[[str], object] = str
         kind = type("Beat", (PersistentScheduler,), {"lock_ttl": 5.0, **where, **attributes})
@@ -66,16 +63,17 @@ class Beat:
     def close(self) -> None:
         """End it in order."""
         self.scheduler.close()
-        if self._engine is not None:
-            self._engine.dispose()
 
 
 database = each_of(["postgresql"])
 """One: what each of them makes of a state and of a leader is tested in `tests/contract`."""
 
 
+Make = Callable[..., Beat]
+
+
 @pytest.fixture
-def make(database: str) -> Iterator[Callable[..., Beat]]:
+def make(database: str) -> Iterator[Make]:
     """Makes beats on one database."""
     with ended(Beat) as make:
         yield lambda face="sqlalchemy", **differently: make(face, database, **differently)
@@ -96,14 +94,12 @@ def known(database: str) -> Callable[[], dict[str, tuple[datetime, int]]]:
 
 def leave(database: str, fence: int, **entries: tuple[float, int]) -> None:
     """As another beat that was active: it has sent these so many seconds ago, and so often."""
-    engine = create_engine(url(database))
-    lock = db_lock(engine, "celery-beat:beats")
+    lock = db_lock(own_engine(database), "celery-beat:beats")
     store = lock._place.store()
     now = datetime.now(UTC)
     runs = {name: ((now - timedelta(seconds=ago)).isoformat(), count) for name, (ago, count) in entries.items()}
     assert drive(states.enter(store.database, lock.key, fence)) is not None
     assert drive(states.write(store.database, lock.key, fence, fence, json.dumps(runs)))
-    engine.dispose()
 
 
 def raises(error: Exception, task: str) -> Callable[[str], object]:
@@ -138,7 +134,7 @@ def unanswered(after: int = 0, *, written: bool = False) -> Iterator[None]:
     indirect=["database"],
 )
 def test_what_is_due_is_sent_once_and_the_next_one_knows(
-    make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
+    make: Make, face: str, database: str, known: Callable[[], Any]
 ) -> None:
     """By the active beat; after that has ended in order the next one sends the entry when it is due again."""
     leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1))
@@ -158,9 +154,7 @@ def test_what_is_due_is_sent_once_and_the_next_one_knows(
         assert another.submit(second.scheduler.close).result() is None
 
 
-def test_an_entry_that_is_new_is_first_sent_after_its_interval(
-    make: Callable[..., Beat], known: Callable[[], Any]
-) -> None:
+def test_an_entry_that_is_new_is_first_sent_after_its_interval(make: Make, known: Callable[[], Any]) -> None:
     """As Celery does; and a fail-over in between does not begin that time anew."""
     first = make()
     first.tick(2)
@@ -172,9 +166,7 @@ def test_an_entry_that_is_new_is_first_sent_after_its_interval(
     assert known()["e"] == begun
 
 
-def test_a_beat_that_was_deposed_sends_nothing(
-    make: Callable[..., Beat], database: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_beat_that_was_deposed_sends_nothing(make: Make, database: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was frozen for so long that another one is active, and its clock, too, has stood still."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -189,7 +181,7 @@ def test_a_beat_that_was_deposed_sends_nothing(
 
 @pytest.mark.parametrize("away", ["e", "f"])
 def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, away: str
+    make: Make, database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
     """Once; and in the meantime others have their turns, whichever of them is the first in the schedule.
 
@@ -211,9 +203,7 @@ def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
     assert known()[away][1] == 6
 
 
-def test_who_knows_that_it_sent_nothing_does_not_forget_it(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_who_knows_that_it_sent_nothing_does_not_forget_it(make: Make, database: str, known: Callable[[], Any]) -> None:
     """Broker and database were away at once: it is sent when both are back."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -227,9 +217,7 @@ def test_who_knows_that_it_sent_nothing_does_not_forget_it(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_a_broker_that_cannot_be_reached_ends_no_beat(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_a_broker_that_cannot_be_reached_ends_no_beat(make: Make, database: str, known: Callable[[], Any]) -> None:
     """Nothing is claimed before there is a connection, which is a new one after a message that was not taken."""
     leave(database, 1, e=(2 * HOUR, 5), f=(2 * HOUR, 5))
     beat = make(entries=TWO)
@@ -251,7 +239,7 @@ def test_a_broker_that_cannot_be_reached_ends_no_beat(
     assert (sorted(beat.sent), known()["e"][1], known()["f"][1]) == (["e", "f"], 6, 6)
 
 
-def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..., Beat], database: str) -> None:
+def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Make, database: str) -> None:
     """It is logged and left out, as Celery does."""
     leave(database, 1, e=(2 * HOUR, 5), f=(HOUR + 1, 5))
     beat = make(entries=TWO)
@@ -262,7 +250,7 @@ def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_claim_whose_answer_is_lost_is_claimed_again(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any], written: bool
+    make: Make, database: str, known: Callable[[], Any], written: bool
 ) -> None:
     """Whether it was written or not: it is sent once."""
     leave(database, 1, e=(2 * HOUR, 5))
@@ -275,7 +263,7 @@ def test_a_claim_whose_answer_is_lost_is_claimed_again(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_a_claim_of_an_earlier_term_is_forgotten(make: Callable[..., Beat], database: str) -> None:
+def test_a_claim_of_an_earlier_term_is_forgotten(make: Make, database: str) -> None:
     """Another beat has sent the entry since."""
     leave(database, 1, e=(2 * HOUR, 5))
     first, second = make(), make()
@@ -297,18 +285,13 @@ def ends_on_sigterm(beat: Beat) -> Iterator[None]:
         beat.scheduler.close()
         raise SystemExit
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handling(signal.SIGTERM, stop):
         with pytest.raises(SystemExit):
             yield
         assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
-def test_what_is_claimed_is_sent_before_a_beat_ends(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
+def test_what_is_claimed_is_sent_before_a_beat_ends(make: Make, database: str, known: Callable[[], Any]) -> None:
     """SIGTERM between the claim and the message: it is lost otherwise; and then the key is free."""
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
@@ -319,22 +302,18 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
 
-def test_a_standby_says_so_once(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_standby_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """And who is active. It is no attempt that fails, to metrics and a history; that it has become active they have."""
-    first, second, events = make(), make(), list[Event]()
-    stop = observe(events.append)
-    try:
-        with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
-            first.tick()
-            another.submit(second.tick, 5).result()
-            assert {event.kind for event in events} == {Kind.ACQUIRED}
-            [said] = [each for each in caplog.messages if "standing by" in each]
-            assert f"pid {os.getpid()}" in said
-            first.close()
-            another.submit(second.tick, 5).result()
-            another.submit(second.scheduler.close).result()
-    finally:
-        stop()
+    first, second, events = make(), make(), heard()
+    with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
+        first.tick()
+        another.submit(second.tick, 5).result()
+        assert {event.kind for event in events} == {Kind.ACQUIRED}
+        [said] = [each for each in caplog.messages if "standing by" in each]
+        assert f"pid {os.getpid()}" in said
+        first.close()
+        another.submit(second.tick, 5).result()
+        another.submit(second.scheduler.close).result()
     told = [(event.kind, event.how, event.wait < 1) for event in events if event.kind is Kind.ACQUIRED]
     assert told == [(Kind.ACQUIRED, "at_once", True)] * 2
     assert {event.kind for event in events} == {Kind.ACQUIRED, Kind.RELEASED}
@@ -347,7 +326,7 @@ def test_a_database_that_is_away_ends_no_beat(
     """It says so once, and is active when the database is back."""
     timed(monkeypatch, single_try=0.25)  # a file is opened at once
     path = tmp_path / "there" / "beat.sqlite3"
-    engine = create_engine(f"sqlite:///{path}")
+    engine = own_engine(f"sqlite:///{path}")
     beat = Beat("django", "sqlite", engine=engine, using=None)
     with caplog.at_level(logging.INFO):
         assert beat.tick(3) == [PAUSE] * 3
@@ -357,10 +336,9 @@ def test_a_database_that_is_away_ends_no_beat(
     said = [each.partition(":")[2][:16] for each in caplog.messages if each.startswith("beat:")]
     assert said == [" cannot be activ", " active (fence 1"]
     beat.close()
-    engine.dispose()
 
 
-def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_without_a_database_says_so_at_its_start() -> None:
     """But not when Celery only asks for its banner; and an app needs a name, or its beat a key."""
     kind = type("Beat", (PersistentScheduler,), {"engine": 7})
     app = celery.Celery("beats", broker="memory://", set_as_current=False)

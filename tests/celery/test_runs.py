@@ -25,7 +25,7 @@ from celery.worker.request import Request
 from celery.worker.strategy import proto1_to_proto2
 from django.utils.connection import ConnectionDoesNotExist
 from kombu.serialization import prepare_accept_content
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from dblock.celery import LockTask, current_lock, locked_task, place_lost, places, skipped, task, task_skipped
 from dblock.celery.header import NAME, Header
@@ -37,8 +37,8 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock import db_lock
 from tests.celery.conftest import wait_until
-from tests.conftest import clocked, run, url
-from tests.support.lab import apart
+from tests.conftest import clocked, own_engine, run
+from tests.support.lab import apart, there
 
 NUMBERS = itertools.count()
 
@@ -57,8 +57,7 @@ def somebody(engine: Engine, key: str) -> Iterator[Any]:
 def known(lock: Any) -> LockInfo:
     """What the database says of a lock whose key has a row."""
     info: LockInfo | None = lock.inspect()
-    assert info is not None
-    return info
+    return there(info)
 
 
 class Site:
@@ -94,8 +93,7 @@ class Site:
     def fetch(self) -> Request:
         """The next message, as a worker sees it."""
         with self.app.connection_for_read() as connection:
-            message = connection.default_channel.basic_get(self.app.main, no_ack=True)
-            assert message is not None
+            message = there(connection.default_channel.basic_get(self.app.main, no_ack=True))
             message.accept = prepare_accept_content(self.app.conf.accept_content)
             told: dict[str, Any] = {}
             if "task" not in message.headers:  # the older protocol
@@ -979,7 +977,7 @@ def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.M
 @pytest.mark.parametrize("scope", ["queue", "both"])
 def test_a_message_that_finds_another_server(postgresql: object, tmp_path: Path, how: str, scope: str) -> None:
     """After a restart its worker finds the server; while keys are closed it goes back with the lock that it carries."""
-    engine = create_engine(url("postgresql"))
+    engine = own_engine("postgresql")
     site, lost = Site(tmp_path, engine), list[Any]()
     work = site.task("k", scope=scope, on_busy="skip", queue_ttl=300)(its_fence)
 
@@ -1004,7 +1002,6 @@ def test_a_message_that_finds_another_server(postgresql: object, tmp_path: Path,
     assert result.get() == fence if scope == "queue" else result.get() > fence
     assert lost == []
     assert run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL") == []
-    engine.dispose()
 
 
 def refuse(*_: Any, **__: Any) -> Any:

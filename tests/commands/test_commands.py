@@ -15,20 +15,19 @@ from unittest.mock import Mock
 
 import pytest
 from django.db import OperationalError
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 
 from dblock import LockLost
 from dblock.cli import main
 from dblock.core import runtime
-from dblock.core.observing.observers import observers
 from dblock.operating.commands.console import span, table
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
-from tests.conftest import SERVERS, observer, timed, url
+from tests.conftest import SERVERS, observer, own_engine, timed
 from tests.contract.test_queue import stranger
 from tests.support.hung import hung
-from tests.support.lab import until
+from tests.support.lab import cycle, there, until, without
 from tests.support.pages import block
 from tests.support.subjects import Subject
 
@@ -45,8 +44,7 @@ def test_djangos_own_options_stand_behind_the_command_too(shell: Shell) -> None:
 
 def test_ls_lists_who_holds_what(shell: Shell) -> None:
     """As a table for people, as JSON for programs; a pattern, also what is free."""
-    with shell.lock("stock:41"):
-        pass
+    cycle(shell.lock("stock:41"))
     assert shell("ls").stdout == "no lock is held\n"
     with shell.lock("stock:42", label="picking ü 货"), shell.lock("report"):
         listed = shell("ls")
@@ -74,40 +72,30 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
 @pytest.mark.parametrize("shell", [each for each in EACH if each.face == "sqlalchemy"], indirect=True, ids=str)
 def test_show_tells_what_happened(shell: Shell) -> None:
     """Where a history is kept; the latest first, in words and as JSON."""
-    engine = create_engine(url(shell.database), execution_options={"dblock_history": 100})
-    try:
-        with db_lock(engine, "k", label="tea\x1b[2J"):
-            pass
-        assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
-        left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
-        assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
-        assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
-        assert abs((datetime.now().astimezone() - datetime.fromisoformat(took["at"])).total_seconds()) < 60
-        assert took["at"] <= left["at"]
-        few = shell("show", "k", "--events", "1").stdout
-        assert "acquired" not in few
-        assert "(the last 1; --events N shows more)" in few
-        shown = shell("show", "k").stdout
-        assert "shows more" not in shown
-        lines = [line for line in shown.splitlines() if f"pid {os.getpid()}" in line]
-        assert re.match(r"\d\d:\d\d:\d\d +\d", lines[-1])
-        assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
-        assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
-    finally:
-        observers.clear()
-        runtime.current.watchdog.histories = None
-        engine.dispose()
+    engine = own_engine(shell.database, execution_options={"dblock_history": 100})
+    cycle(db_lock(engine, "k", label="tea\x1b[2J"))
+    assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
+    left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
+    assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
+    assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(took["at"])).total_seconds()) < 60
+    assert took["at"] <= left["at"]
+    few = shell("show", "k", "--events", "1").stdout
+    assert "acquired" not in few
+    assert "(the last 1; --events N shows more)" in few
+    shown = shell("show", "k").stdout
+    assert "shows more" not in shown
+    lines = [line for line in shown.splitlines() if f"pid {os.getpid()}" in line]
+    assert re.match(r"\d\d:\d\d:\d\d +\d", lines[-1])
+    assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
+    assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
 
 
 @pytest.mark.parametrize("shell", [EACH[2]], indirect=True, ids=str)
 def test_show_without_a_history(shell: Shell) -> None:
     """Whose table is missing, or may not be read: that is said, beside all else."""
-    shell.run("ALTER TABLE lock_events RENAME TO put_away")
-    try:
-        with shell.lock("k"):
-            shown = shell("show", "k")
-    finally:
-        shell.run("ALTER TABLE put_away RENAME TO lock_events")
+    with without(shell.database, "lock_events"), shell.lock("k"):
+        shown = shell("show", "k")
     assert shown.returncode == 0
     assert "held" in shown.stdout
     assert "no table `lock_events`: `dblock schema` prints the SQL" in shown.stderr
@@ -230,8 +218,7 @@ def test_at_a_terminal_it_asks(shell: Shell, answer: str, freed: bool) -> None:
 
 def test_reap_deletes_what_nobody_uses(shell: Shell) -> None:
     """As the function does."""
-    with shell.lock("old"):
-        pass
+    cycle(shell.lock("old"))
     assert shell("reap").stdout == "0 rows of locks and 0 of lock_waiters were deleted\n"
     with shell.lock("held"):
         assert until(lambda: json.loads(shell("reap", "--retention", "0.05", "--json").stdout)["locks"] == 1, 10)
@@ -429,8 +416,7 @@ def test_a_token_that_nobody_has_used(one: Shell) -> None:
 
 def test_a_key_that_min_hold_keeps_closed(one: Shell) -> None:
     """Nobody holds it: no time of holding grows, and it is said who gave it back."""
-    with one.lock("k", min_hold=20):
-        pass
+    cycle(one.lock("k", min_hold=20))
     _, listed = one("ls").stdout.splitlines()
     assert re.match(r"k +closed +- +(19|20) s", listed)
     [told] = json.loads(one("ls", "--json").stdout)
@@ -462,8 +448,7 @@ def test_the_first_lease_after_a_hand_over(one: Shell) -> None:
     """It is that of the place in the queue, which is short: `show` says so."""
     with one.lock("k"):
         one.run("UPDATE locks SET ttl = 600")
-        left = re.search(r"^left: +(.*)$", one("show", "k").stdout, re.MULTILINE)
-        assert left is not None
+        left = there(re.search(r"^left: +(.*)$", one("show", "k").stdout, re.MULTILINE))
         assert re.fullmatch(r"[23]\d s of 30 s: it was handed over; its first renewal makes that 10 min 0 s", left[1])
 
 

@@ -28,7 +28,7 @@ from tests.commands.conftest import Shell
 from tests.conftest import DATABASES, INNODB, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.support.clusters import missing
 from tests.support.hung import hung
-from tests.support.lab import until
+from tests.support.lab import apart, until
 from tests.support.pages import block
 from tests.support.servers import HINTS, PgBouncer, PostgreSQL, Standby, running
 
@@ -154,8 +154,8 @@ def test_a_stranger_who_has_locked_the_table(database: str, monkeypatch: pytest.
 
 def test_a_probe_that_gets_no_lock(sqlite: Path) -> None:
     """Somebody keeps the doctor's own key."""
-    with db_lock(observer("sqlite"), "dblock doctor", label="another doctor"), ThreadPoolExecutor(1) as other:
-        [found] = other.submit(findings, "sqlite", "probe").result()["probe"]
+    with db_lock(observer("sqlite"), "dblock doctor", label="another doctor"):
+        [found] = apart(lambda: findings("sqlite", "probe"))["probe"]
     assert found.level is Level.ERROR
     assert "another doctor" in found.text
     assert "timeout=" not in found.text, "which is for a program"
@@ -271,8 +271,7 @@ def test_a_pooler(postgresql: PostgreSQL) -> None:
 
 def test_a_holder_that_has_died(database: str) -> None:
     """Its key is named, which is free; one that is held is not."""
-    with ThreadPoolExecutor(1) as other:
-        other.submit(db_lock(observer(database), "dead", ttl=0.05, renew=False).acquire)
+    assert apart(db_lock(observer(database), "dead", ttl=0.05, renew=False).acquire)
     with db_lock(observer(database), "alive"):
         assert until(lambda: "old_holders" in findings(database, "old_holders"), 5)
         [found] = findings(database, "old_holders")["old_holders"]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from dblock.checks import check_database, check_settings
 from dblock.contrib import prometheus
@@ -18,8 +18,8 @@ from dblock.operating.commands.checkup import Level
 from sqlalchemy_dblock import LockTimeout, attach, db_lock
 from tests.commands.conftest import Shell
 from tests.commands.test_doctor import findings
-from tests.conftest import SERVERS, ready, run, url
-from tests.support.lab import LATER, later
+from tests.conftest import SERVERS, own_engine, ready, run
+from tests.support.lab import LATER, cycle, later
 
 
 @pytest.fixture(params=SERVERS)
@@ -33,10 +33,8 @@ def closed(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(closed: str) -> Iterator[Engine]:
-    engine = create_engine(url(closed))
-    yield engine
-    engine.dispose()
+def engine(closed: str) -> Engine:
+    return own_engine(closed)
 
 
 def assert_closed(engine: Engine, key: str, told: str) -> None:
@@ -65,8 +63,7 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     assert shell("quarantine", "--end").returncode == 2, "nobody could be asked"
     ended = shell("quarantine", "--end", "--yes")
     assert (ended.returncode, "keys are open" in ended.stdout) == (0, True)
-    with db_lock(engine, "k", timeout=1):
-        pass
+    cycle(db_lock(engine, "k", timeout=1))
 
 
 def test_a_token_waits_for_the_keys(closed: str, engine: Engine) -> None:
@@ -105,8 +102,7 @@ def test_keys_are_closed_by_hand(closed: str, engine: Engine, face: str) -> None
 def test_a_lease_of_before_is_waited_for(closed: str, engine: Engine) -> None:
     """As it may be by another clock, its key is closed for a little longer than the others, and the error says so."""
     run(closed, f"UPDATE lock_epoch SET opens_at = {later(closed, -1)}, floor = {-(2**61)}")
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     run(closed, f"UPDATE locks SET owner = 'x', expires_at = {later(closed, -0.1)} WHERE lock_key = 'k'")
     assert_closed(engine, "k", r"closed 3\d s ago, .*: keys open in [12] s")
     with db_lock(engine, "another", timeout=0), db_lock(engine, "k", timeout=10):

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 
 from dblock.cli import main
 from sqlalchemy_dblock import create_tables
 from tests import settings
 from tests.commands.conftest import EACH, Shell, end_of, rest_of, until_said
-from tests.conftest import each_of, observer, url
-from tests.support.lab import LONG, ROOT, times, until
+from tests.conftest import each_of, observer, own_engine, url
+from tests.support.lab import LONG, ROOT, there, times, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
@@ -36,8 +36,7 @@ DEAF = ("sh", "-c", 'trap "" TERM; echo $$; while :; do sleep 1; done')
 
 def line_of(process: subprocess.Popen[str]) -> str:
     """The next line that it says."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return there(process.stdout).readline().strip()
 
 
 def begun(one: Shell, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], str]:
@@ -204,7 +203,7 @@ def test_min_hold_keeps_the_key(one: Shell) -> None:
     assert one("run", "--nb", "--min-hold", "60", "k", "--", "true").returncode == 75
 
 
-def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
+def test_a_command_with_a_group_of_its_own(one: Shell) -> None:
     """As timeout(1) makes itself one: it is sent the signals, and ended with its lock, or with who keeps that."""
     command = ["timeout", "60", "sh", "-c", "echo $$; exec sleep 50"]
     process, first = begun(one, "k", "--", *command)
@@ -362,7 +361,7 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
 def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_path: Path, missing: str) -> None:
     """MariaDB shows them one by one, and their indexes after them: the lock is not taken before all are there."""
     address = _new_database(request, "mariadb")
-    engine = create_engine(address)
+    engine = own_engine(address)
     create_tables(engine)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"DROP {missing}")
@@ -370,7 +369,6 @@ def test_tables_that_another_pod_is_making(request: pytest.FixtureRequest, tmp_p
     assert (tmp_path / "ran").exists()
     with engine.connect() as connection, pytest.raises(DBAPIError, match="[Ee]xists|Duplicate"):
         connection.exec_driver_sql(f"CREATE {missing} (lock_key{'' if 'INDEX' in missing else ' int'})")
-    engine.dispose()
 
 
 def _new_database(request: pytest.FixtureRequest, database: str) -> str:

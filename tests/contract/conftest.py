@@ -7,7 +7,7 @@ The essential promises run in each cell. Each axis is the whole product with DBL
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -59,9 +59,8 @@ def with_settings(plain: Subject, **given: Any) -> Iterator[Subject]:
         return
     own = plain.over(execution_options={f"dblock_{name}": value for name, value in given.items()})
     yield own
-    disposing = Actor(own)
-    disposing.do(own.engine.dispose)
-    disposing.close()
+    with closing(Actor(own)) as disposing:
+        disposing.do(own.engine.dispose)
 
 
 @pytest.fixture

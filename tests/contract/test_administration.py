@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dblock import LockLost, LockRevoked, observe
+from dblock import LockLost, LockRevoked
 from dblock.core.errors import Reason, StoreUnanswered
-from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
 from dblock.operating import administration
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import SELDOM, observer, timed
-from tests.support.lab import remaining, renew, renewed, until
-from tests.support.subjects import Actor, Subject, twin
-
-Actors = Callable[[int], list[Actor]]
+from tests.conftest import SELDOM, heard, observer, timed
+from tests.support.lab import cycle, remaining, renew, renewed, until
+from tests.support.subjects import Actor, Actors, Subject, twin
 
 
 class Desk:
@@ -58,8 +55,7 @@ def desk(subject: Subject) -> Desk:
 def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(either: Subject, actor: Actor, desk: Desk) -> None:
     """At its next renewal; entered twice, too, and it leaves the key alone afterwards."""
     told: list[Reason] = []
-    lock = either.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason))
-    actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason)))
     actor.call(lock, "acquire")
     assert desk.force("k", actor.get(lock, "fence"), "root: it hangs in a dialogue")
     assert either.row("k")["owner"] is None
@@ -77,8 +73,7 @@ def test_the_next_waiter_is_served(
 ) -> None:
     """At once, by a notification, though the lease would last on. The holder learns who did it, and who has the key."""
     timed(monkeypatch, **SELDOM)
-    lock, later = protocol.lock("k", ttl=9), protocol.lock("k", timeout=30)
-    actor.call(lock, "acquire")
+    lock, later = actor.hold(protocol.lock("k", ttl=9)), protocol.lock("k", timeout=30)
     fence = actor.get(lock, "fence")
     waiting = other.begin(later, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
@@ -161,12 +156,10 @@ def test_an_answer_that_is_lost_is_looked_up(
 
 def test_observers_are_told(either: Subject, desk: Desk) -> None:
     """What was done, by whom and why; nothing of what was not."""
-    told: list[Event] = []
-    stop = observe(told.append, Kind.FORCED)
+    told = heard(Kind.FORCED)
     with pytest.raises(LockLost), desk.lock("k") as lock:
         assert not desk.force("k", 7)
         assert desk.force("k", lock.fence, "root: enough")
-    stop()
     [event] = told
     assert (event.key, event.reason) == ("k", "root: enough")
     assert event.fence
@@ -181,8 +174,7 @@ def test_the_holder_is_asked_and_keeps_it_until_it_releases(
     """Within about a second (here less), though a third of its ttl is ten; once. All but check() goes on as before."""
     timed(monkeypatch, attention=0.2)
     asked: list[tuple[str, str]] = []
-    lock = protocol.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words)))
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words))))
     fence = actor.get(lock, "fence")
     assert desk.revoke("k", fence, "root: deploying")
     assert until(lambda: asked, 5)
@@ -238,8 +230,7 @@ def test_all_keys_are_seen_a_page_at_a_time(sync_protocol: Subject, desk: Desk) 
     """In the order of their code points; a tenure in `min_hold` counts as held; no owner token is shown."""
     keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
     for key in keys:
-        with sync_protocol.lock(key):
-            pass
+        cycle(sync_protocol.lock(key))
     with sync_protocol.lock("b", label="mine"), sync_protocol.lock("m", min_hold=5):
         pass
     with sync_protocol.lock("b", label="mine") as lock:
@@ -259,8 +250,7 @@ def test_all_keys_are_seen_a_page_at_a_time(sync_protocol: Subject, desk: Desk) 
 def test_the_queue_of_a_key_is_seen_in_order(protocol: Subject, actors: Actors, desk: Desk) -> None:
     """With how long each has waited; those who have left are not in it."""
     holder, first, second = actors(3)
-    lock, patient = protocol.lock("k"), protocol.lock("k", timeout=20, label="one")
-    holder.call(lock, "acquire")
+    lock, patient = holder.hold(protocol.lock("k")), protocol.lock("k", timeout=20, label="one")
     waiting = first.begin(patient, "acquire")
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
     hasty = twin(protocol).lock("k", timeout=1.0, label="two")

@@ -14,7 +14,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.contract.conftest import AXES
 from tests.contract.test_lease import STEAL
-from tests.support.lab import LATER, renewed, until
+from tests.support.lab import LATER, renewed, there, until
 from tests.support.subjects import Actor, Subject
 
 # -- options
@@ -155,8 +155,7 @@ def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> N
 
 def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
-    lock = either.lock("k", ttl=20)
-    actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k", ttl=20))
     first = actor.call(lock, "inspect")
     assert first.renewed is None
     assert "renewed" not in str(first)
@@ -164,8 +163,7 @@ def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: A
     assert renewed(either)
     with pytest.raises(LockTimeout) as caught:
         other.within(either.lock("k", timeout=0))
-    holder = caught.value.holder
-    assert holder is not None
+    holder = there(caught.value.holder)
     assert holder.renewed is not None
     assert 0 <= holder.renewed < 20
     assert holder.renewed + holder.remaining == pytest.approx(20)
@@ -211,8 +209,7 @@ def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, ca
 def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
     for options in ({"ttl": 0.3, "renew": False}, {"ttl": 1, "max_hold": 0.5}):
-        lock = async_face.lock("k", **options)
-        actor.call(lock, "acquire")
+        lock = actor.hold(async_face.lock("k", **options))
         assert until(lambda: actor.get(lock, "state") == "lost")  # noqa: B023 - called here
         with pytest.raises(LockLost) as caught:
             actor.call(lock, "release")

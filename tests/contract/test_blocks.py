@@ -32,8 +32,8 @@ from tests.conftest import collect
 from tests.contract.test_rwlock import rwlock
 from tests.contract.test_semaphore import in_use, semaphore
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, alive, renewed, until
-from tests.support.subjects import FAMILY, Actor, Subject
+from tests.support.lab import PROTOCOL, alive, cycle, renewed, until
+from tests.support.subjects import FAMILY, Actor, Actors, Subject
 
 
 def enter(subject: Subject, lock: Any) -> Callable[[], Any]:
@@ -73,8 +73,7 @@ def test_a_block_may_end_elsewhere(
 
 def test_its_other_entries_stay_where_they_are(either: Subject, actor: Actor, other: Actor) -> None:
     """The flow that entered the block has entered the same key outside of it, too."""
-    outer, inner = either.lock("k", ttl=30), either.lock("k", ttl=30)
-    actor.call(outer, "acquire")
+    outer, inner = actor.hold(either.lock("k", ttl=30)), either.lock("k", ttl=30)
     actor.do(enter(either, inner))
     other.do(leave(either, inner))
     assert either.row("k")["count"] == 1
@@ -145,9 +144,7 @@ SHARED: dict[str, Callable[[Subject], Any]] = {
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_the_end_of_a_block_leaves_no_other_flows(
-    either: Subject, actors: Callable[[int], list[Actor]], what: str
-) -> None:
+def test_the_end_of_a_block_leaves_no_other_flows(either: Subject, actors: Actors, what: str) -> None:
     """An end in a flow without a block is that of the one block whose flow is over; else it is refused."""
     innocent, ending, alive, foreign = actors(4)
     block = SHARED[what](either)
@@ -312,8 +309,7 @@ def test_a_thread_of_a_pool_is_not_one_owner(sync_face: Subject) -> None:
 
 
 def touch(subject: Subject) -> None:
-    with subject.lock("other"):
-        pass
+    cycle(subject.lock("other"))
 
 
 @pytest.mark.parametrize("touched", [False, True], ids=["fresh", "touched"])

@@ -117,8 +117,7 @@ def test_a_cancelled_bearer_leaves(async_driver: Subject, actor: Actor, other: A
 
 def test_a_cancelled_waiter_leaves_the_queue(async_driver: Subject, actor: Actor, other: Actor) -> None:
     """So that a key that is given back is free for the next one at once."""
-    lock = async_driver.lock("k", ttl=60, timeout=60)
-    actor.call(lock, "acquire")
+    lock = actor.hold(async_driver.lock("k", ttl=60, timeout=60))
     other.do(lambda: storm(block(async_driver.lock("k", timeout=60)), lambda: waiters(async_driver) == 1, 0.05))
     assert waiters(async_driver) == 0
     actor.call(lock, "release")
@@ -151,8 +150,7 @@ def test_a_silent_server_keeps_nobody_who_waits(
     async_face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is cancelled has a second for all that is to be left in order."""
-    holder, lock = async_face.lock("k", ttl=60), async_face.lock("k", timeout=60)
-    other.call(holder, "acquire")
+    holder, lock = other.hold(async_face.lock("k", ttl=60)), async_face.lock("k", timeout=60)
 
     async def main() -> float:
         work = asyncio.ensure_future(took(async_face.ask(lock, "acquire"), 1.0))

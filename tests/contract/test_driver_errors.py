@@ -50,8 +50,7 @@ def error_of(subject: Subject, actor: Actor, statement: Statement) -> BaseExcept
 @pytest.mark.direct
 def test_every_sort_of_statement(driver: Subject, actor: Actor) -> None:
     """A LockStoreError, with the driver's as its cause; and the next statement finds a connection that works."""
-    lock = driver.lock("k", timeout=5)
-    actor.call(lock, "acquire")
+    lock = actor.hold(driver.lock("k", timeout=5))
     for kind, given in REFUSED.items():
         if (kind, driver.database) == ("cut", "sqlite"):  # a file is not disconnected
             continue

@@ -66,8 +66,7 @@ def test_a_lock_that_nobody_contends(face: Subject, actor: Actor, told: list[Eve
 
 def test_who_waits(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """One event says that the key is contended, when the wait begins, and one how the wait ended, either way."""
-    lock = either.lock("k", timeout=20, label="mine")
-    assert actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k", timeout=20, label="mine"))
     waiting = other.begin(either.lock("k", timeout=20), "acquire")
     assert until(lambda: brief(told)[1:] == [("contended", "")], 10)
     time.sleep(0.1)
@@ -101,8 +100,7 @@ def test_who_waits(either: Subject, actor: Actor, other: Actor, told: list[Event
 
 def test_a_tenure_that_goes_on_elsewhere(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """Detached by one flow, attached by the other: each had it once."""
-    lock = either.lock("k")
-    assert actor.call(lock, "acquire")
+    lock = actor.hold(either.lock("k"))
     token = actor.call(lock, "detach")
     same = other.do(lambda: either.api("attach", token))
     other.call(same, "release")
@@ -139,9 +137,7 @@ def test_renewals_and_reaping(either: Subject, actor: Actor, told: list[Event]) 
     """One event for a statement, however many leases or rows it was about."""
     renewals: list[Event] = []
     stop = observe(renewals.append, Kind.RENEWED)
-    locks = [either.lock(f"k{number}", ttl=20) for number in range(3)]
-    for lock in locks:
-        assert actor.call(lock, "acquire")
+    locks = [actor.hold(either.lock(f"k{number}", ttl=20)) for number in range(3)]
     renew()
     assert until(lambda: any(event.amount == 3 for event in renewals), 20)
     stop()

@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.contrib.contenttypes.models import ContentType
 from django.db import connections, models
 from django.db.models.functions import Upper
-from sqlalchemy import BigInteger, String, create_engine, func, select, update
+from sqlalchemy import BigInteger, String, func, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from dblock import FencedModel, LockNotHeld, afenced_update, fenced_update
@@ -21,7 +21,7 @@ from sqlalchemy_dblock import FencedMixin
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import fenced_update as sqlalchemy_fenced_update
 from sqlalchemy_dblock.table import lock_waiters
-from tests.conftest import ALIASES, DATABASES, url
+from tests.conftest import ALIASES, DATABASES, own_engine
 from tests.support.subjects import PRODUCT
 
 
@@ -58,7 +58,7 @@ class Shelves:
 
     def __init__(self, database: str, kind: str) -> None:
         self.kind, self.alias = kind, ALIASES[database]
-        self.engine = create_engine(url(database))
+        self.engine = own_engine(database)
         self.lock: Any = django_lock("k", using=self.alias) if kind == "model" else sqlalchemy_lock(self.engine, "k")
 
     @property
@@ -97,7 +97,6 @@ def shelves(database: str, kind: str) -> Iterator[Shelves]:
     yield made
     connections[made.alias].close()
     box_class().__table__.drop(made.engine)
-    made.engine.dispose()
 
 
 def on(*kinds: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from dblock import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
 from tests.contract.test_administration import Desk, desk
-from tests.support.lab import LATER, until
+from tests.support.lab import LATER, there, until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
@@ -74,8 +74,7 @@ def test_a_holder_that_keeps_others_waiting(
     """LockTimeout and the line about a slow wait name it, its label and the key; attributes keep what is stored."""
     for each in (actor, other):
         each.do(rename)
-    holder = protocol.lock(KEY, label=TEXT)
-    actor.call(holder, "acquire")
+    holder = actor.hold(protocol.lock(KEY, label=TEXT))
     foreign(protocol)
     waiter = protocol.lock(KEY, timeout=0.6, slow_wait=0.05, label=TEXT)
     error = refused(LockTimeout, lambda: other.within(waiter))
@@ -96,8 +95,7 @@ def test_words_of_who_asks_for_it_back(
     protocol: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the log and in LockRevoked; `revoked` keeps them."""
-    lock = protocol.lock(KEY, ttl=1.5)
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock(KEY, ttl=1.5))
     assert desk.revoke(KEY, actor.get(lock, "fence"), WORDS)
     assert until(lambda: actor.get(lock, "revoked") is not None, 10)
     assert FRIENDLY in str(refused(LockRevoked, lambda: actor.do(lock.check)))
@@ -109,8 +107,7 @@ def test_words_of_who_asks_for_it_back(
 
 def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     """In the log and in each LockLost; so is who has taken it over, by whatever names."""
-    lock = protocol.lock(KEY, ttl=1.5)
-    actor.call(lock, "acquire")
+    lock = actor.hold(protocol.lock(KEY, ttl=1.5))
     assert desk.force(KEY, actor.get(lock, "fence"), WORDS)
     foreign(protocol)
     taken = f"owner = 'stranger', fence = fence + 5, count = 1, expires_at = {LATER[protocol.database]}"
@@ -119,8 +116,7 @@ def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, capl
     error = refused(LockLost, lambda: actor.call(lock, "release"))
     assert isinstance(error, LockLost)
     assert str(error).count(FRIENDLY) >= 2, "by whom it was freed, and who has it"
-    assert error.holder is not None
-    assert error.holder.identity.host.startswith(TEXT)
+    assert there(error.holder).identity.host.startswith(TEXT)
     assert FRIENDLY in logged(caplog, "lost the lease")[0]
 
 

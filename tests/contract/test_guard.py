@@ -13,7 +13,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -23,9 +23,9 @@ from dblock.core.errors import LockLost, LockNotHeld, LockStoreError, Reason, St
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import reap
-from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
+from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, own_engine, ready, run, url
 from tests.contract.test_lease import STEAL
-from tests.support.lab import ended, expire, renewed, until
+from tests.support.lab import ended, expire, renewed, there, until
 from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -222,7 +222,7 @@ class Rival:
         self.database = database
         # So that a test that hangs fails.
         args = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"} if database in INNODB else {}
-        self.engine = create_engine(url(database), connect_args=args)
+        self.engine = own_engine(database, connect_args=args)
 
     def gets_in(self, key: str = "k") -> bool:
         """Whether a try without waiting succeeds; it is given back at once. On SQLite a writer may find no room."""
@@ -244,11 +244,9 @@ class Rival:
 
 
 @pytest.fixture
-def rival(database: str) -> Iterator[Rival]:
+def rival(database: str) -> Rival:
     """Who would like to have the key."""
-    made = Rival(database)
-    yield made
-    made.engine.dispose()
+    return Rival(database)
 
 
 def empty(database: str) -> None:
@@ -378,8 +376,7 @@ def test_a_lost_lock_is_refused(holder: Client) -> None:
     with pytest.raises(LockLost) as caught:
         holder.guard(lock)
     assert caught.value.reason is Reason.TAKEN_OVER
-    assert caught.value.holder is not None
-    assert caught.value.holder.identity.host == "elsewhere"
+    assert there(caught.value.holder).identity.host == "elsewhere"
     holder.end("rollback")
     assert notes(holder.database) == 0
     assert holder.actor.get(lock, "state") == "lost"
@@ -575,7 +572,7 @@ def test_autocommit_is_refused(database: str) -> None:
     """ValueError: each statement would be a transaction of its own, wherever that was asked for."""
     autocommit: Any = {"isolation_level": "AUTOCOMMIT"}
     for where in ("engine", "execution options", "connection"):
-        engine = create_engine(url(database), **(autocommit if where == "engine" else {}))
+        engine = own_engine(database, **(autocommit if where == "engine" else {}))
         used = engine.execution_options(**autocommit) if where == "execution options" else engine
         with used.connect() as connection:
             if where == "connection":
@@ -586,25 +583,22 @@ def test_autocommit_is_refused(database: str) -> None:
                 with Session(connection) as session, pytest.raises(ValueError, match="autocommit"):
                     lock.guard(session)
                 assert lock.verify()
-        engine.dispose()
 
 
 def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:
     """ValueError, whichever the two are; a second engine of the same database will do."""
     for name in DATABASES:
         ready(request, name)
-    engines = {name: create_engine(url(name)) for name in DATABASES}
+    engines = {name: own_engine(name) for name in DATABASES}
     for ours, theirs in itertools.permutations(engines.values(), 2):
         with sqlalchemy_lock(ours, "k") as lock, theirs.begin() as connection, Session(theirs) as session:
             for given in (connection, session):
                 with pytest.raises(ValueError, match="another database"):
                     lock.guard(given)
     for name, engine in engines.items():
-        twin = create_engine(url(name))
+        twin = own_engine(name)
         with sqlalchemy_lock(engine, "k") as lock, twin.begin() as connection:
             lock.guard(connection)
-        twin.dispose()
-        engine.dispose()
 
 
 def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
@@ -623,7 +617,7 @@ def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
 
 def test_session_is_the_default(database: str, rival: Rival) -> None:
     """guard() without an argument keeps what `session=` said."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     with Session(engine) as session:
         lock = sqlalchemy_lock(engine, "k", session=session)
         lock.acquire()
@@ -635,4 +629,3 @@ def test_session_is_the_default(database: str, rival: Rival) -> None:
         assert rival.gets_in() is (database != "sqlite")
         with contextlib.suppress(LockLost):
             lock.release()
-    engine.dispose()

@@ -58,7 +58,7 @@ from tests.contract.test_guard import (
     rival,
     set_level,
 )
-from tests.support.lab import before, expire, hold_of, until
+from tests.support.lab import before, expire, hold_of, there, until
 from tests.support.model import Interrupted
 from tests.support.strikes import CancelledAt
 from tests.support.subjects import FAMILY, PRODUCT, _loop, at_once
@@ -933,9 +933,7 @@ def test_a_loss_interrupts_the_body_alone(holder: Client, moment: str) -> None:
                 pytest.fail("unreachable")
             while_it_commits(given, partial(lose, hold_of(lock)))
         await asyncio.sleep(0)
-        task = asyncio.current_task()
-        assert task is not None
-        assert not task.cancelling()
+        assert not there(asyncio.current_task()).cancelling()
         return "done"
 
     if moment == "in the body":

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +21,12 @@ from dblock.operating import administration, history
 from dblock.operating.administration import EventInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import observer, run, timed
+from tests.conftest import observer, own_engine, run, timed
 from tests.contract.conftest import with_settings
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
-from tests.support.lab import expire, renew, until
-from tests.support.subjects import Actor, Subject
+from tests.support.lab import cycle, expire, renew, until
+from tests.support.subjects import Actor, Actors, Subject
 
 
 @pytest.fixture
@@ -49,12 +49,8 @@ def kept(plain: Subject, most: int) -> Iterator[Subject]:
     run(plain.database, "DELETE FROM lock_events")
     watchdog = runtime.current.watchdog
     with with_settings(plain, history=most) as own:
-        try:
-            yield own
-        finally:
-            assert until(lambda: not watchdog._unfinished, 10)
-            observers.clear()
-            watchdog.histories = None
+        yield own
+        assert until(lambda: not watchdog._unfinished, 10)
 
 
 def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
@@ -70,11 +66,10 @@ def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
 
 
 @pytest.mark.usefixtures("either", "soon")
-def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_what_became_of_a_lock(subject: Subject, actors: Actors) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
     actor, other, third = actors(3)
-    lock, began = subject.lock("k", label="tea"), time.monotonic()
-    actor.call(lock, "acquire")
+    began, lock = time.monotonic(), actor.hold(subject.lock("k", label="tea"))
     actor.call(lock, "acquire")  # nobody else's business
     fence = actor.get(lock, "fence")
     assert not other.call(subject.lock("k"), "acquire", timeout=0)
@@ -101,8 +96,7 @@ def test_what_became_of_a_lock(subject: Subject, actors: Callable[[int], list[Ac
 @pytest.mark.usefixtures("sync_protocol", "soon")
 def test_what_went_wrong_with_it(subject: Subject, actor: Actor) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = subject.lock("k", ttl=30)
-    actor.call(lost, "acquire")
+    lost = actor.hold(subject.lock("k", ttl=30))
     expire(subject)
     store = lost._place.store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"))
@@ -219,8 +213,7 @@ def test_what_could_not_be_begun(subject: Subject, monkeypatch: pytest.MonkeyPat
     with subject.lock("k"):
         assert until(lambda: refused, 10)
     assert until(lambda: not runtime.current.watchdog._unfinished, 10)
-    with subject.lock("k"):
-        pass
+    cycle(subject.lock("k"))
     assert [event.kind for event in written(subject, 4)] == ["acquired", "released"] * 2
 
 
@@ -275,7 +268,6 @@ def test_where_no_history_is_kept_nothing_is_noted(sqlite: object) -> None:
     with db_lock(observer("sqlite"), "k"):
         assert not observers
         assert runtime.current.watchdog.histories is None
-    engine = create_engine("sqlite://", execution_options={"dblock_history": 100})
+    engine = own_engine("sqlite://", execution_options={"dblock_history": 100})
     assert store_for(engine).history == 0
     assert not observers
-    engine.dispose()

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from dblock import LockNotHeld
 from dblock import db_lock as django_lock
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from tests.conftest import ALIASES, timed, url
+from tests.conftest import ALIASES, own_engine, timed
 from tests.contract.test_guard import Django, Rival, clients, notes, rival
 from tests.contract.test_guarded import write
+from tests.support.lab import cycle
 
 __all__ = ["rival"]
 
@@ -32,7 +33,7 @@ class Client:
 
     def __init__(self, kind: str, database: str, _: object) -> None:
         self.alias, self.django = ALIASES[database], kind == "django"
-        self.engine = create_engine(url(database))
+        self.engine = own_engine(database)
         self.session = Session(self.engine)
         self.given: Any = Django(self.alias) if self.django else self.session
 
@@ -57,7 +58,6 @@ class Client:
 
     def close(self) -> None:
         self.session.close()
-        self.engine.dispose()
         connections[self.alias].close()
 
 
@@ -98,8 +98,7 @@ def test_a_savepoint_is_no_end(client: Client, rival: Rival, undone: bool) -> No
     """Neither its release nor its rollback, whether the lock was taken inside or outside."""
     with client.transaction():
         with contextlib.suppress(ZeroDivisionError), client.savepoint():
-            with client.lock():
-                pass
+            cycle(client.lock())
             _ = 1 / (not undone)
         assert not rival.gets_in()
         with contextlib.suppress(ZeroDivisionError), client.savepoint():
@@ -136,12 +135,10 @@ def test_release_now(database: str, client: Client, rival: Rival) -> None:
     """
     lock = client.lock(release="now")
     with client.transaction():
-        with lock:
-            pass
+        cycle(lock)
         assert not lock.locked()
         assert rival.gets_in() or (client.django and database == "sqlite")  # beside a writer nobody gets any lock
-        with client.lock():
-            pass
+        cycle(client.lock())
         for again in (lock, *([] if client.django else [client.lock(session=None)])):
             with again, again:
                 pass
@@ -157,7 +154,6 @@ def test_several_locks_of_one_transaction(client: Client, rival: Rival) -> None:
     """All are given back at its end."""
     with client.transaction(undone=True):
         for key in "abc":
-            with client.lock(key):
-                pass
+            cycle(client.lock(key))
         assert not any(map(rival.gets_in, "abc"))
     assert all(map(rival.gets_in, "abc"))

@@ -31,7 +31,7 @@ from dblock.core.lock import leaving
 from tests.conftest import timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import fail, in_child, interrupt, remaining, renewed, until
+from tests.support.lab import apart, fail, handling, in_child, interrupt, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 KEY = "k"
@@ -49,10 +49,9 @@ def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
         return made[-1]
 
     yield make
-    cleaner = Actor(subject)
-    for leader in made:
-        cleaner.call(leader, "stop")
-    cleaner.close()
+    with contextlib.closing(Actor(subject)) as cleaner:
+        for leader in made:
+            cleaner.call(leader, "stop")
 
 
 def test_who_is_elected_leads_until_it_resigns(
@@ -288,7 +287,7 @@ def test_who_leads_can_be_observed(either: Subject, actor: Actor, other: Actor, 
         other.do(aterms.aclose)
 
 
-def test_a_leader_object_that_is_dropped_leads_no_more(either: Subject, actor: Actor, candidate: Candidate) -> None:
+def test_a_leader_object_that_is_dropped_leads_no_more(either: Subject, actor: Actor) -> None:
     """Its lease is not renewed."""
     leader = either.api("db_leader", KEY, ttl=1.5)  # which no fixture keeps
     assert actor.call(leader, "campaign")
@@ -468,9 +467,7 @@ def test_a_body_in_a_thread_that_has_ended(subject: Subject, other: Actor, candi
     """Holds up no resignation: a generator began it, and nobody goes on with that."""
     leader = candidate()
     generator = leads(leader)
-    thread = threading.Thread(target=next, args=(generator,))
-    thread.start()
-    thread.join()
+    apart(partial(next, generator))
     assert leader.is_leader
     resigning = other.start(leader.resign)
     resigning.result(10)
@@ -544,7 +541,9 @@ def test_stop_at_any_moment_ends_run(async_face: Subject, actor: Actor, candidat
     assert async_face.row(KEY)["owner"] is None
 
 
-def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, candidate: Candidate) -> None:
+def test_a_deposition_inside_a_task_group(
+    async_face: Subject, actor: Actor, other: Actor, candidate: Candidate
+) -> None:
     """Is one: the next campaign begins."""
     leader, terms = candidate(ttl=1.2), list[int]()
 
@@ -565,10 +564,8 @@ def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, can
 
     running = actor.start(lead)
     assert until(lambda: len(terms) == 2, 20)
-    stopping = Actor(async_face)
-    stopping.call(leader, "stop")
+    other.call(leader, "stop")
     running.result(10)
-    stopping.close()
 
 
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks")
@@ -615,15 +612,12 @@ def test_a_body_ends_before_the_next_term_begins(
         with pytest.raises(LockLost):
             leader.check()
 
-    before = signal.signal(signal.SIGALRM, lambda *_: leader.stop())
-    try:
+    with handling(signal.SIGALRM, lambda *_: leader.stop()):
         if block == "run":
             leader.run(body)()
         else:
             with leader:
                 body(0)
-    finally:
-        _ = signal.signal(signal.SIGALRM, before)
     assert seen == [(False, None, False)], "two led at once"
     assert other.call(rival, "campaign", 5)
     other.call(rival, "resign")
@@ -639,12 +633,9 @@ def test_stop_in_a_signal_handler(subject: Subject, candidate: Candidate) -> Non
         def lead(term: int) -> None:
             pass
 
-        before = signal.signal(signal.SIGALRM, lambda *_, leader=leader: leader.stop())
-        try:
+        with handling(signal.SIGALRM, lambda *_, leader=leader: leader.stop()):
             _ = signal.setitimer(signal.ITIMER_REAL, 0.01 + number * 0.0007)
             lead()
-        finally:
-            _ = signal.signal(signal.SIGALRM, before)
         leader.resign()
         assert not leader.is_leader
         assert until(lambda: subject.row(KEY)["owner"] is None, 2), number

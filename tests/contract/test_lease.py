@@ -24,7 +24,7 @@ from dblock.core.errors import InvalidToken, LockError, LockLost, LockNotHeld, L
 from dblock.core.log import log, warn
 from dblock.core.observing.events import Kind
 from dblock.core.tokens import valid_token
-from tests.support.lab import expire, fail, renew, renewed, until
+from tests.support.lab import expire, fail, renew, renewed, there, until
 from tests.support.subjects import Actor, Subject
 
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
@@ -440,8 +440,7 @@ def test_a_token_is_good_once(either: Subject, actor: Actor, other: Actor) -> No
         with pytest.raises(LockLost, match="its token is good once, and was used by") as caught:
             again.do(partial(either.api, "attach", token))
         assert caught.value.reason is Reason.USED
-        assert caught.value.holder is not None
-        assert caught.value.holder.owner == "***"
+        assert there(caught.value.holder).owner == "***"
         assert either.row("k") == before
     assert other.call(taken, "verify")
     assert other.call(taken, "acquire"), "it may be entered again"
@@ -764,8 +763,7 @@ def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> 
 
         async def both() -> None:
             async with lock:
-                mine = asyncio.current_task()
-                assert mine is not None
+                mine = there(asyncio.current_task())
                 while lock.state != "lost":
                     time.sleep(0.01)  # noqa: ASYNC251 - so that the interrupt and the cancellation meet
                 time.sleep(0.05)  # noqa: ASYNC251

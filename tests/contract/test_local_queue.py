@@ -9,8 +9,7 @@ import pytest
 from dblock.core.acquire import handover
 from dblock.core.errors import LockTimeout
 from dblock.core.observing.events import Kind
-from dblock.core.observing.observers import observe
-from tests.conftest import timed
+from tests.conftest import heard, timed
 from tests.contract.test_queue import lined_up, listen_in, stranger, waiters
 from tests.support.lab import LATER, until
 from tests.support.subjects import Actor, Actors, Subject
@@ -36,8 +35,7 @@ def test_one_statement_hands_the_key_on(
     either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
-    how: list[str] = []
-    stop = observe(lambda event: how.append(event.how), Kind.ACQUIRED)
+    told = heard(Kind.ACQUIRED)
     holder = actor.hold(either.lock("k", ttl=60, label="first"))
     fence = actor.get(holder, "fence")
     lock, waiting = start(either, other, ttl=20, label="second")
@@ -45,8 +43,7 @@ def test_one_statement_hands_the_key_on(
     sent = listen_in(either, monkeypatch)
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    assert until(lambda: how == ["at_once", "handed_over"], 5)
-    stop()
+    assert until(lambda: [event.how for event in told] == ["at_once", "handed_over"], 5)
     assert [name for name, _ in sent] == ["hand_over_local"]
     row = either.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)

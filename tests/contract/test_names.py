@@ -35,11 +35,11 @@ from dblock.models import table
 from dblock.operating.statements.tables import plain_sql
 from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata, metadata_for, reap
-from tests.conftest import INNODB, observer, url
+from tests.conftest import INNODB, observer, own_engine, url
 from tests.contract.test_driver_errors import statements
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
-from tests.support.lab import hold_of, renew, until
+from tests.support.lab import cycle, hold_of, renew, there, until
 
 pytestmark = pytest.mark.direct
 
@@ -192,15 +192,6 @@ def wait_for_it(engine: Engine, turns: list[int | None]) -> None:
         turns.append(mine.fence)
 
 
-def assert_free(place: Place, key: str) -> None:
-    """In tables of yet another name the same key is another lock: a guard of the one does not keep the other."""
-    metadata_for(prefix="more").create_all(place.engine)
-    more = create_engine(place.url, execution_options={"dblock_prefix": "more"})
-    with db_lock(more, key, timeout=1):
-        pass
-    more.dispose()
-
-
 def test_locks_live_there(place: Place) -> None:
     """Held, renewed, entered again, guarded, handed over, waited for and reaped, with nothing in the usual tables."""
     metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
@@ -219,7 +210,10 @@ def test_locks_live_there(place: Place) -> None:
         with engine.connect() as connection, connection.begin():
             lock.guard(connection)
             if place.database != "sqlite":  # where it would be the second writer
-                assert_free(place, "k")
+                # In tables of yet another name the same key is another lock: a guard of the one keeps no other.
+                metadata_for(prefix="more").create_all(place.engine)
+                more = own_engine(place.url, execution_options={"dblock_prefix": "more"})
+                cycle(db_lock(more, "k", timeout=1))
         token = lock.detach()
     with attach(engine, token) as same:
         assert same.fence == turns[0]
@@ -344,15 +338,13 @@ def test_tables_that_migrate_did_not_make(path: Path) -> None:
         assert found.id == "dblock.W010"
         with override_settings(MIGRATION_MODULES={"dblock": None}):
             assert ids() == []
-        command = re.search(r"`manage\.py (.+?)`", str(found.hint))
-        assert command is not None
+        command = there(re.search(r"`manage\.py (.+?)`", str(found.hint)))
         with pytest.raises(OperationalError, match="already exists"):
             call_command("migrate", database="other", verbosity=0)
         call_command(*command.group(1).split(), verbosity=0, skip_checks=False)
         assert ids() == []
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
-        with db_lock_of_django("k"):
-            pass
+        cycle(db_lock_of_django("k"))
 
 
 def test_settings_that_make_no_name() -> None:

@@ -23,7 +23,7 @@ from dblock.operating.pins import pinned
 from dblock.operating.statements.administration import ask
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import SERVERS, observer, run, timed, url
+from tests.conftest import SERVERS, observer, own_engine, run, timed, url
 from tests.contract.test_queue import stranger
 from tests.support.hung import MINE, SHOWN, hung
 from tests.support.lab import LATER, SOME, leave_rows
@@ -84,7 +84,7 @@ def test_only_what_is_pinned_is_said_to_be(database: str) -> None:
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_strangers_lock_on_the_row(database: str) -> None:
     """Keeps a key as a pin does, and is told as one."""
-    engine = create_engine(url(database), poolclass=NullPool)
+    engine = own_engine(database, poolclass=NullPool)
     leave_rows(database, "k")
     with engine.connect() as stranger:
         stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
@@ -92,7 +92,6 @@ def test_a_strangers_lock_on_the_row(database: str) -> None:
         time.sleep(SHOWN)
         assert [pin.session for pin in look(database, "k")["k"].pins] == [session]
     assert look(database, "k") == {}
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", SERVERS, indirect=True)

@@ -25,8 +25,7 @@ from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
 from dblock.core.lock import entering
-from dblock.core.observing.events import Event, Kind
-from dblock.core.observing.observers import observe
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.drive import drive
 from dblock.majority.asking import Asks, the_asks
 from dblock.majority.attempts import Attempts
@@ -37,9 +36,8 @@ from dblock.majority.options import REFUSED
 from dblock.majority.protocol import QuorumUnavailable
 from dblock.majority.statements import SERVER
 from dblock.operating import administration
-from tests.conftest import observer, ready, run
-from tests.contract.test_secrets import without
-from tests.support.lab import close_django, in_child, interrupt, renew, together, until
+from tests.conftest import heard, observer, ready, run
+from tests.support.lab import close_django, handling, in_child, interrupt, renew, together, until, without
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import PRODUCT, Actor, Subject
 
@@ -461,42 +459,37 @@ def test_the_body_is_interrupted_when_it_is_lost(place: Place, actor: Actor) -> 
 
 def test_what_observers_hear(place: Place, actor: Actor, other: Actor) -> None:
     """Of the majority, beside what they hear of each database."""
-    events: list[Event] = []
-    stop = observe(events.append)
+    events = heard()
 
-    def heard() -> list[tuple[str, str, int]]:
-        ours = [each for each in events if "Quorum" in str(each.sender)]
-        assert {each.database for each in ours} <= {", ".join(lock.names)}
-        return [(each.kind, each.how or each.reason, each.depth) for each in ours]
+    def ours() -> list[tuple[str, str, int]]:
+        found = [each for each in events if "Quorum" in str(each.sender)]
+        assert {each.database for each in found} <= {", ".join(lock.names)}
+        return [(each.kind, each.how or each.reason, each.depth) for each in found]
 
-    try:
-        lock, rival = actor.hold(place.lock(ttl=1.5)), place.lock()
-        fence = actor.get(lock, "fence")
-        actor.within(lock)
-        assert other.call(rival, "acquire", blocking=False) is False
+    lock, rival = actor.hold(place.lock(ttl=1.5)), place.lock()
+    fence = actor.get(lock, "fence")
+    actor.within(lock)
+    assert other.call(rival, "acquire", blocking=False) is False
+    actor.call(lock, "release")
+    first = [("acquired", "at_once", 1), ("acquired", "reentered", 2), ("released", "released", 1)]
+    assert ours() == [*first, ("contended", "", 0), ("gave_up", "timeout", 0), ("released", "released", 0)]
+    assert {each.fence for each in events if each.kind in {Kind.ACQUIRED, Kind.RELEASED}} == {fence}
+    theirs = [each for each in events if each.majority == ", ".join(lock.names)]
+    heard_there = {(each.kind, each.database) for each in theirs}
+    assert heard_there == {(kind, name) for kind in (Kind.ACQUIRED, Kind.RELEASED) for name in lock.names}
+    events.clear()
+    assert actor.call(lock, "acquire") is True
+    in_most("DELETE FROM locks WHERE lock_key = 'k'")
+    with pytest.raises(LockLost):
         actor.call(lock, "release")
-        first = [("acquired", "at_once", 1), ("acquired", "reentered", 2), ("released", "released", 1)]
-        assert heard() == [*first, ("contended", "", 0), ("gave_up", "timeout", 0), ("released", "released", 0)]
-        assert {each.fence for each in events if each.kind in {Kind.ACQUIRED, Kind.RELEASED}} == {fence}
-        theirs = [each for each in events if each.majority == ", ".join(lock.names)]
-        heard_there = {(each.kind, each.database) for each in theirs}
-        assert heard_there == {(kind, name) for kind in (Kind.ACQUIRED, Kind.RELEASED) for name in lock.names}
-        events.clear()
-        assert actor.call(lock, "acquire") is True
-        in_most("DELETE FROM locks WHERE lock_key = 'k'")
-        with pytest.raises(LockLost):
-            actor.call(lock, "release")
-        assert until(lambda: len(heard()) == 2)
-        assert heard() == [("acquired", "at_once", 1), ("lost", "freed", 1)]
-    finally:
-        stop()
+    assert until(lambda: len(ours()) == 2)
+    assert ours() == [("acquired", "at_once", 1), ("lost", "freed", 1)]
 
 
 @of([FACES[0]])
 def test_a_minority_that_is_away_is_named(place: Place, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, in the events and by the metrics, which count no lock as lost."""
-    events: list[Event] = []
-    ends = [observe(events.append, Kind.LOST), prometheus.instrument(registry=(registry := CollectorRegistry()))]
+    events, ends = heard(Kind.LOST), [prometheus.instrument(registry=(registry := CollectorRegistry()))]
     meters = MeterProvider([reader := InMemoryMetricReader()])
     ends += [opentelemetry.instrument(spans=False, meter_provider=meters), meters.shutdown]
     lock = place.lock(ttl=1.5)
@@ -636,15 +629,12 @@ def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float
     """By a signal handler that raises."""
     lock = place.lock()
     timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with leaves_nothing(place, wait), contextlib.suppress(KeyboardInterrupt):
-            timer.start()
-            with lock:
-                pass
-            timer.join()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    interrupted = handling(signal.SIGUSR1, signal.default_int_handler)
+    with interrupted, leaves_nothing(place, wait), contextlib.suppress(KeyboardInterrupt):
+        timer.start()
+        with lock:
+            pass
+        timer.join()
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -670,7 +660,8 @@ def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, actor: Actor,
 
 def test_flows_take_turns(place: Place) -> None:
     """Never two at a time, and the fences grow."""
-    actors = [*place.actors, *(Actor(place.actors[0].subject) for _ in "cd")]
+    actors = place.actors
+    actors += [Actor(actors[0].subject) for _ in "cd"]
     tenures: list[tuple[float, float, int]] = []
 
     def work(lock: Any) -> None:
@@ -685,8 +676,6 @@ def test_flows_take_turns(place: Place) -> None:
             actor.within(lock, functools.partial(work, lock))
 
     assert together(*(functools.partial(again, actor) for actor in actors)) == []
-    for actor in actors[2:]:
-        actor.close()
     assert len(tenures) == 8 * len(actors)
     tenures.sort()
     for (_, ended, fence), (began, _, next_fence) in itertools.pairwise(tenures):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockStoreError
@@ -21,10 +21,10 @@ from dblock.core.protocol.store import Store
 from dblock.core.watchdog.keeper import Keeper, in_background
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import timed, url
+from tests.conftest import own_engine, timed
 from tests.contract.conftest import with_settings
 from tests.faults.test_shutdown import process
-from tests.support.lab import leave_rows, renewed, until
+from tests.support.lab import cycle, leave_rows, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 EVERY = 0.1
@@ -142,20 +142,16 @@ def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Actors) ->
 def test_what_is_no_time_is_refused_at_the_first_lock(option: str) -> None:
     """A word, nothing at all, or what has passed."""
     for value, error in (("soon", TypeError), (-1, ValueError), (float("nan"), ValueError)):
-        engine = create_engine("sqlite://", execution_options={"dblock_reap_every": 60, option: value})
+        engine = own_engine("sqlite://", execution_options={"dblock_reap_every": 60, option: value})
         with pytest.raises(error):
             db_lock(engine, "k")
-        engine.dispose()
 
 
-def test_the_engines_retention_is_that_of_reap(tmp_path: Any) -> None:
+def test_the_engines_retention_is_that_of_reap(engine: Engine) -> None:
     """Unless it is told otherwise."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_retention": 0})
-    metadata.create_all(engine)
-    with db_lock(engine, "k"):
-        pass
-    assert until(lambda: reap(engine, retention=60) == 0 and reap(engine) == 1)
-    engine.dispose()
+    own = engine.execution_options(dblock_retention=0)
+    cycle(db_lock(own, "k"))
+    assert until(lambda: reap(own, retention=60) == 0 and reap(own) == 1)
 
 
 class Noting(Keeper):
@@ -172,18 +168,17 @@ class Noting(Keeper):
 
 def test_a_database_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread might see another one, or meet the caller's open transaction; it ends with the process."""
-    engine = create_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
+    engine = own_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
     metadata.create_all(engine)
     keeper = Noting(store_for(engine))
     assert keeper.reap_at == math.inf
     monkeypatch.setattr(store_for(engine), "renewable", True)
     assert Noting(store_for(engine)).reap_at < math.inf
-    engine.dispose()
 
 
 def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Without the tables, say; and one is under way at a time."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
+    engine = own_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
     store = store_for(engine)
     keeper = Noting(store)
     assert statistics.fmean(keeper._next_reaping() - clock.now() for _ in range(1000)) == pytest.approx(60, rel=0.3)
@@ -206,14 +201,13 @@ def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogC
     assert "locks" in record.getMessage()
     _ = keeper.look()
     assert len(keeper.begun) == 2
-    engine.dispose()
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
 def test_renewals_do_not_wait_for_it(subject: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease is renewed while a reaping gets no answer, and the watchdog goes on."""
     [actor], go, waits = actors(1), threading.Event(), threading.Event()
-    engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})
+    engine = own_engine(subject.database, execution_options={"dblock_reap_every": EVERY})
     store = store_for(engine)
     plainly = store.execute
 
@@ -234,4 +228,3 @@ def test_renewals_do_not_wait_for_it(subject: Subject, actors: Actors, monkeypat
     finally:
         go.set()
         end_reaping(monkeypatch)
-    engine.dispose()

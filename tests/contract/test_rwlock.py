@@ -31,7 +31,7 @@ from tests.conftest import ALIASES, INNODB, run, timed
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import lined_up, waiters
 from tests.contract.test_several import several
-from tests.support.lab import PROTOCOL, hold_of, remaining, renewed, until
+from tests.support.lab import PROTOCOL, apart, cycle, hold_of, remaining, renewed, until
 from tests.support.subjects import Actor, Actors, Subject
 
 
@@ -249,8 +249,7 @@ def test_a_waiting_writer_is_the_next_and_not_the_holder(protocol: Subject, acto
 def test_handing_it_over(either: Subject, actor: Actor, other: Actor, *, reads: bool) -> None:
     """detach() and attach() carry it to another flow as what it is; a sequencer proves it, and says if it is shared."""
     rw = rwlock(either)
-    mine = rw.read() if reads else rw.write()
-    actor.call(mine, "acquire")
+    mine = actor.hold(rw.read() if reads else rw.write())
     sequencer = actor.get(mine, "sequencer")
     found = actor.do(lambda: either.api("check_sequencer", sequencer))
     assert (found.mode, found.fence) == ("shared" if reads else "exclusive", actor.get(mine, "fence"))
@@ -298,8 +297,7 @@ def test_a_guarded_one_keeps_the_others_out(subject: Subject, *, reads: bool) ->
                 hold_of(mine).lease.trusted_until = 0.0
             else:
                 mine.release()
-            with ThreadPoolExecutor() as pool:
-                assert pool.submit(of(rwlock(subject), reader=not reads).acquire, timeout=0.3).result() is False
+            assert apart(partial(of(rwlock(subject), reader=not reads).acquire, timeout=0.3)) is False
             assert readers(subject) == reads
             session.commit()
         if lapsed:
@@ -321,8 +319,7 @@ def test_a_guard_of_a_neighbour_keeps_no_reader_out(subject: Subject, monkeypatc
     for _ in "ab":
         subject.reap(0)
         for key in ("j", "k"):
-            with rwlock(subject, key).read():
-                pass
+            cycle(rwlock(subject, key).read())
     behind = [key for (key,) in run(subject.database, "SELECT lock_key FROM locks") if str(key).endswith(END)]
     assert len(behind) == (2 if subject.database in INNODB else 0)
 
@@ -352,25 +349,18 @@ def test_a_reader_that_its_transaction_keeps(database: str) -> None:
     """It refuses a writer, and says what keeps it; with release="now" it is no longer there."""
     subject = Subject("django", "sync", database)
     with transaction.atomic(using=ALIASES[database]):
-        with rwlock(subject).read():
-            pass
+        cycle(rwlock(subject).read())
         with pytest.raises(LockUpgradeRefused, match='its transaction keeps that until it ends: .* release="now"'):
             rwlock(subject).write().acquire()
-        with rwlock(subject, key="n", release="now").read():
-            pass
-        with rwlock(subject, key="n", release="now").write():
-            pass
-    with rwlock(subject).write():
-        pass
+        cycle(rwlock(subject, key="n", release="now").read(), rwlock(subject, key="n", release="now").write())
+    cycle(rwlock(subject).write())
     subject = Subject("sqlalchemy", "sync", database)
     with Session(subject.engine) as session:
         _ = session.connection()
-        with rwlock(subject, session=session).read():
-            pass
+        cycle(rwlock(subject, session=session).read())
         with pytest.raises(LockUpgradeRefused, match="its transaction keeps that until it ends"):
             rwlock(subject).write().acquire()
-    with rwlock(subject).write():
-        pass
+    cycle(rwlock(subject).write())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from dblock.core.errors import InvalidToken, LockError, LockStoreError, LockTime
 from dblock.drivers.mariadb import OFTEN
 from tests.conftest import DATABASES, run
 from tests.contract.test_guard import Client, client, on
+from tests.support.lab import without
 from tests.support.subjects import Actor, Subject
 
 __all__ = ["client"]
@@ -158,16 +158,6 @@ def frames(error: BaseException | None) -> Iterator[tuple[str, str, str]]:
                     for text in reported(value):
                         yield frame.f_code.co_qualname, name, text
         error = error.__cause__ or error.__context__
-
-
-@contextmanager
-def without(database: str, table: str) -> Iterator[None]:
-    """A database that refuses all statements on a table."""
-    run(database, f"ALTER TABLE {table} RENAME TO {table}_away")
-    try:
-        yield
-    finally:
-        run(database, f"ALTER TABLE {table}_away RENAME TO {table}")
 
 
 def test_no_report_of_an_error_shows_a_token(driver: Subject, actor: Actor, other: Actor, tokens: list[str]) -> None:

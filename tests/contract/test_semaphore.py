@@ -79,8 +79,7 @@ def test_so_many_and_no_more(everywhere: Subject, actors: Actors) -> None:
 
 def test_permits_that_are_taken_together_show_the_ttl_of_their_holder(protocol: Subject, actor: Actor) -> None:
     """Also those that were collected with the short lease of a waiter: a promoted server keeps a key closed for it."""
-    sem = semaphore(protocol, 3, ttl=600)
-    assert actor.call(sem, "acquire", n=3)
+    sem = actor.hold(semaphore(protocol, 3, ttl=600), n=3)
     assert [info.ttl for info in actor.call(sem, "holders")] == [600.0] * 3
     actor.call(sem, "release", 3)
 
@@ -355,8 +354,7 @@ def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> No
         assert len(in_use(either)) == len(sem.held)
         assert actor.call(sem, "acquire", n=2)
     assert [permit.slot for permit in sem.held[:2]] == in_use(either)[:2], "one acquire's in the order of the slots"
-    again = sem.held[0]
-    assert actor.call(again, "acquire")
+    again = actor.hold(sem.held[0])
     actor.call(again, "release")
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
@@ -378,8 +376,7 @@ def test_a_flow_releases_its_own_permits_first(either: Subject, actor: Actor, ot
 def test_the_semaphore_leaves_what_it_has_entered_itself(either: Subject, actor: Actor) -> None:
     """A permit that its caller has acquired once more stays held, for its caller to release; and it is one permit."""
     sem = actor.hold(semaphore(either, 4), n=2)
-    permit = sem.held[0]
-    assert actor.call(permit, "acquire")
+    permit = actor.hold(sem.held[0])
     actor.call(sem, "release", 2)
     assert (sem.held, len(in_use(either)), actor.get(permit, "count")) == ([], 1, 1)
     actor.call(permit, "release")

@@ -11,7 +11,7 @@ import re
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from decimal import Decimal
 from functools import partial
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ from tests.statements.cases import REQUEST, Case, Record
 from tests.statements.families import CASES
 from tests.statements.laboratory import Laboratory, statements
 from tests.support.configured import Configured, Setting, cells, configured
-from tests.support.lab import kept, renewed, until
+from tests.support.lab import kept, renewed, there, until
 from tests.support.loaded import python, without
 from tests.support.steps import NO_STORE
 from tests.support.subjects import PRODUCT, Actor, Subject
@@ -369,12 +369,6 @@ def in_turn(known: list[tuple[Setting, Subject]], *names: str) -> list[tuple[Set
     return known if PRODUCT else [group[n % len(group)] for n, group in enumerate(groups.values())]
 
 
-def one_of_each(*names: str) -> Any:
-    """Each setting by such cells."""
-    found = in_turn(CELLS, *names)
-    return pytest.mark.parametrize("cell", found, ids=["-".join(map(str, cell)) for cell in found])
-
-
 @pytest.fixture(scope="module")
 def laboratories() -> Iterator[dict[str, Laboratory]]:
     """Of each database one, with sessions from before every setting."""
@@ -403,9 +397,8 @@ def subject(laboratory: Laboratory, cell: tuple[Setting, Subject]) -> Iterator[C
         yield made
         for each in (made, *made.__dict__.get("twins", ())):
             if "engine" in each.__dict__:
-                disposing = Actor(each)
-                disposing.do(each.engine.dispose)
-                disposing.close()
+                with closing(Actor(each)) as disposing:
+                    disposing.do(each.engine.dispose)
 
 
 @pytest.fixture
@@ -466,7 +459,7 @@ def telling(database: str) -> list[Case]:
     return [case for kinds in found.values() for case in kinds.values()]
 
 
-@one_of_each("database")
+@pytest.mark.parametrize("cell", in_turn(CELLS, "database"), ids=lambda cell: "-".join(map(str, cell)))
 def test_it_does_not_reach_the_lock(
     subject: Configured, actors: Callable[[], Actor], laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,6 +625,5 @@ def test_drivers_that_datadog_traces() -> None:
     command = ["ddtrace.commands.ddtrace_run", sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", which, __file__]
     plain = ["-W", "default", "-p", "no:ddtrace", "-p", "no:ddtrace.pytest_bdd"]
     done = python("-m", *command, *plain, environment=environment)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
+    passed = there(re.search(r"(\d+) passed", done.stdout))
     assert int(passed[1]) == len([cell for cell in CELLS if cell[0].name == "nothing" and "mysql" not in str(cell[1])])

@@ -72,7 +72,7 @@ def test_all_of_them_are_taken_or_none(either: Subject, actor: Actor, other: Act
     other.call(busy, "release")
 
 
-def test_a_block_holds_them_all(everywhere: Subject, actor: Actor, other: Actor) -> None:
+def test_a_block_holds_them_all(everywhere: Subject, actor: Actor) -> None:
     """Whatever the body raises, they are released; a lost one is told at the end."""
     locks = several(everywhere, "a", "b", ttl=5)
     actor.within(locks, lambda: owners(everywhere).values())

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Engine
 
 from dblock import LockTimeout
 from dblock.celery import locked_task
 from dblock.core.deliveries import deliveries
-from sqlalchemy_dblock import attach, create_tables, db_lock
+from sqlalchemy_dblock import attach, db_lock
 from tests.support.subjects import Actor, Subject
 
 
@@ -81,10 +80,8 @@ def test_where_nothing_can_be_skipped(either: Subject, actor: Actor, other: Acto
     actor.call(lock, "release")
 
 
-def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
+def test_elsewhere_it_is_refused(engine: Engine) -> None:
     """An attachment enters a tenure that exists; a locked task has a result of its own. Nothing is held afterwards."""
-    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
-    create_tables(engine)
     lock = db_lock(engine, "k")
     lock.acquire()
     token = lock.detach()
@@ -92,7 +89,6 @@ def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
         attach(engine, token, on_busy="skip")
     attach(engine, token).release()
     assert not lock.locked()
-    engine.dispose()
     make: Any = locked_task
     with pytest.raises(TypeError, match="no option 'otherwise'"):
         make("k", on_busy="skip", otherwise=0)

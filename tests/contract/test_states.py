@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pymysql
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import make_url
 
 from dblock.celery import states
 from dblock.core.errors import LockStoreError, StoreUnanswered
@@ -16,8 +16,8 @@ from dblock.core.lock.base_store import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, run, url
-from tests.support.lab import fail
+from tests.conftest import INNODB, own_engine, run, url
+from tests.support.lab import fail, there
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.usefixtures("sync_protocol")
@@ -119,9 +119,7 @@ def test_of_many_who_enter_at_once_the_last_fence_writes(over: States) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         wrote = list(pool.map(one, range(2, 10)))
-    state = over.enter(10)
-    assert state is not None
-    assert state.split() == [str(fence) for fence in range(2, 10) if wrote[fence - 2]]
+    assert there(over.enter(10)).split() == [str(fence) for fence in range(2, 10) if wrote[fence - 2]]
     assert wrote[-1]
 
 
@@ -151,12 +149,11 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
     if subject.database not in INNODB:
         pytest.skip("these count what was found")
     arguments = make_url(url(subject.database)).translate_connect_args(username="user")
-    engine = create_engine("mysql+pymysql://", creator=lambda: pymysql.connect(**arguments))
+    engine = own_engine("mysql+pymysql://", creator=lambda: pymysql.connect(**arguments))
     store = db_lock(engine, "k")._place.store()
     assert drive(states.enter(store.database, "k", 7)) == ("", 0)
     for number in (1, 1, 2):
         assert drive(states.write(store.database, "k", 7, number, "same"))
-    engine.dispose()
 
 
 def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:

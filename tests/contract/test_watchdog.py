@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 from sqlalchemy_dblock import db_lock
-from tests.conftest import SERVERS, observer, url
-from tests.support.lab import renewed, until
+from tests.conftest import SERVERS, observer, own_engine, url
+from tests.support.lab import renewed, there, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 from tests.support.subjects import Subject
@@ -20,7 +20,7 @@ from tests.support.subjects import Subject
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_row_locked_by_a_stranger(database: str) -> None:
     """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     locks = [db_lock(engine, f"k{number}", ttl=3) for number in range(20)]
     for lock in locks:
         assert lock.acquire()
@@ -33,7 +33,6 @@ def test_a_row_locked_by_a_stranger(database: str) -> None:
     for lock in locks:
         assert lock.verify()
         lock.release()
-    engine.dispose()
 
 
 def test_a_database_that_does_not_answer_delays_no_exit(postgresql: object) -> None:
@@ -47,8 +46,7 @@ def test_a_database_that_does_not_answer_delays_no_exit(postgresql: object) -> N
         )
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+        assert there(process.stdout).readline() == "held\n"
         proxy.black_hole = True
         process.communicate(timeout=30)
         assert process.returncode == 0

@@ -18,15 +18,13 @@ from health_check.views import HealthCheckView
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock import LockStoreError, LockTimeout, observe
+from dblock import LockStoreError, LockTimeout
 from dblock.contrib.health import acheck, check
 from dblock.contrib.health_check import Locks
-from dblock.core import runtime
-from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
-from dblock.core.observing.observers import observers
+from dblock.core.observing.events import DOCTOR, HEALTH, Kind
 from sqlalchemy_dblock import db_lock, metadata
-from tests.conftest import ALIASES, ready, run, timed, url
-from tests.support.lab import together, until
+from tests.conftest import ALIASES, heard, own_engine, ready, run, timed, url
+from tests.support.lab import cycle, together, until, without
 from tests.support.pages import block
 from tests.support.servers import free_port
 
@@ -53,20 +51,12 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
 
 def test_nobody_is_told(sqlite: object) -> None:
     """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
-    engine, told = create_engine(url("sqlite"), execution_options={"dblock_history": 100}), list[Event]()
-    stop = observe(told.append)
-    try:
-        _ = check(engine)
-        for key in (DOCTOR, "k"):
-            with db_lock(engine, key):
-                pass
-        assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
-        assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
-    finally:
-        stop()
-        observers.clear()
-        runtime.current.watchdog.histories = None
-        engine.dispose()
+    engine, told = own_engine("sqlite", execution_options={"dblock_history": 100}), heard()
+    _ = check(engine)
+    for key in (DOCTOR, "k"):
+        cycle(db_lock(engine, key))
+    assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
+    assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
 
 
 def test_inside_a_transaction(postgresql: object) -> None:
@@ -83,10 +73,9 @@ def test_probes_of_one_machine_take_turns(engine: Engine) -> None:
 
 def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No table, a key that stays busy, nobody there; and not for ever."""
-    nothing = create_engine("sqlite://")
+    nothing = own_engine("sqlite://")
     with pytest.raises(LockStoreError, match="no table"):
         check(nothing)
-    nothing.dispose()
     monkeypatch.setattr("dblock.contrib.health.process_identity", lambda: {"host": "here"})
     lock = db_lock(engine, f"{HEALTH}here", ttl=60)
     with ThreadPoolExecutor(1) as elsewhere:
@@ -94,12 +83,11 @@ def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPa
         with pytest.raises(LockTimeout, match="here"):
             check(engine, timeout=0.2)
         elsewhere.submit(lock.release).result()
-    away = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres")
+    away = own_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres")
     began = time.monotonic()
     with pytest.raises(LockStoreError, match="cannot connect"):
         check(away, timeout=0.5)
     assert time.monotonic() - began < 5
-    away.dispose()
 
 
 ready_view = HealthCheckView.as_view(checks=["dblock.contrib.health_check.Locks"])
@@ -116,11 +104,8 @@ def test_django_health_check(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> N
     timed(monkeypatch, answer_grace=0.1)
     status, told = ask()
     assert (status, list(told.values())) == (200, ["OK"])
-    run("sqlite", "ALTER TABLE locks RENAME TO hidden")
-    try:
+    with without("sqlite", "locks"):
         status, told = ask()
-    finally:
-        run("sqlite", "ALTER TABLE hidden RENAME TO locks")
     assert status == 500
     assert "No lock could be taken and given back: LockStoreError" in json.dumps(told)
     assert "default" not in json.dumps(list(told.values()))

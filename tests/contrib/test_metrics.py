@@ -34,7 +34,7 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers, tell
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, db_rwlock, reap
-from tests.support.lab import until
+from tests.support.lab import apart, cycle, until
 from tests.support.loaded import python
 from tests.support.pages import block, text
 
@@ -86,9 +86,7 @@ def everything(engine: Engine, monkeypatch: pytest.MonkeyPatch, told: Callable[[
     with db_lock(engine, "stock:1"), db_lock(engine, "stock:1"):
         elsewhere: list[bool] = []
         lock = db_lock(engine, "stock:1", label="x", timeout=20)
-        flow = threading.Thread(target=lambda: elsewhere.append(lock.acquire(blocking=False)))
-        flow.start()
-        flow.join()
+        apart(lambda: elsewhere.append(lock.acquire(blocking=False)))
 
         def wait() -> None:
             elsewhere.append(lock.acquire())
@@ -117,8 +115,7 @@ def reneweds() -> int:
 
 def test_what_is_rare_is_counted_from_the_beginning(engine: Engine, registry: CollectorRegistry) -> None:
     """A series that is born with 1 has not increased: the first loss of a process would alarm nobody."""
-    with db_lock(engine, "stock:1"):
-        pass
+    cycle(db_lock(engine, "stock:1"))
     values = scrape(registry)
     series = "dblock_lost_total", "dblock_gave_up_total", "dblock_at_risk_total", "dblock_forced_total"
     found = [value for (name, labels), value in values.items() if name in series and ("group", "stock") in labels]

@@ -19,7 +19,7 @@ import pytest
 from dblock.core import deliveries as module
 from dblock.core.deliveries import Deliveries, deliveries
 from dblock.core.log import log, warn
-from tests.support.lab import in_child
+from tests.support.lab import in_child, no_thread
 
 REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
 
@@ -39,9 +39,7 @@ def handled() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None
         log.removeHandler(each)
 
 
-def test_a_record_is_that_of_the_thread_that_logs(
-    handled: Callable[..., None], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_record_is_that_of_the_thread_that_logs(handled: Callable[..., None], request: pytest.FixtureRequest) -> None:
     """Its thread, place and context; but factory, filters and `repr`s of the application's run elsewhere."""
     seen = list[tuple[Any, ...]]()
     ran_in = set[str]()
@@ -110,12 +108,8 @@ def _raise(error: type[BaseException]) -> None:
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_without_a_thread_calls_are_late(monkeypatch: pytest.MonkeyPatch, *, at_the_end: bool) -> None:
     """The next call has one started. At the end of the process they are made without one."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     own, made = Deliveries(), list[str]()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    no_thread(monkeypatch)
     own.put(lambda: made.append("a"))
     assert (made, own.pending) == ([], True)
     if not at_the_end:

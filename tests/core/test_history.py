@@ -51,9 +51,7 @@ def write(noting: History, store: FakeStore) -> None:
     assert all(isinstance(step, Sleep) for step in begun[0])
 
 
-def test_what_happened_elsewhere_is_dropped(
-    asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_happened_elsewhere_is_dropped(asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     """The store's name leads to another database since, be it when that is begun or when the next thing is noted."""
     noting, store = History(), made()
     store.location = "test"
@@ -70,7 +68,7 @@ def test_what_happened_elsewhere_is_dropped(
     assert not caplog.text
 
 
-def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]]) -> None:
     """What happened there is written all the same, and it is kept no longer."""
     noting, store = Histories(), made()
     there, noting[store] = weakref.ref(store), History()

@@ -46,7 +46,7 @@ from dblock.core.watchdog.keeper import Keeper
 from dblock.core.watchdog.renewals import renew
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed, watched_places
-from tests.support.lab import renews, until
+from tests.support.lab import apart, no_thread, renews, there, until
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
@@ -311,9 +311,7 @@ def test_what_is_nearly_due_is_renewed_with_what_is_due(
 def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     """Nobody can give its lock back, so nobody renews it either."""
     lock = FakeLock(store, ttl=0.6)
-    thread = threading.Thread(target=lock.acquire)
-    thread.start()
-    thread.join()
+    assert apart(lock.acquire)
     assert until(lambda: not runtime.current.watchdog._holds)
     assert store.sent.count("renew") == 0
 
@@ -358,8 +356,7 @@ def test_a_watch_that_an_error_has_ended_is_begun_again(
     monkeypatch.undo()
     hold = hold_by(FakeLock(store, ttl=0.3, renew=False), Grant(TENURE, clock.now() + 5, 0.3))
     watch.add(hold)  # due later than the round that never ended would have set
-    assert watch._thread is not None
-    assert watch._thread.is_alive()
+    assert there(watch._thread).is_alive()
     watch.discard(hold)
 
 
@@ -533,17 +530,13 @@ def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, mon
         run.append(name)
         assert not hangs or go.wait(20)
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     keeper.begin(do("hangs", hangs=True))
-    thread = keeper._thread
-    assert thread is not None
+    thread = there(keeper._thread)
     assert until(lambda: run == ["hangs"])
     keeper.begin(do("apart"))
     assert until(lambda: run == ["hangs", "apart"])
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        no_thread(patched)
         keeper.begin(do("refused"))
         go.set()
         assert until(lambda: keeper.given is None)
@@ -640,19 +633,18 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
 ) -> None:
     """Out of threads when the last lock is lost: it is called once there are some again, by nobody's doing."""
     assert until(lambda: not deliveries.pending and deliveries._thread is None, 20)
-    start, refused, told = threading.Thread.start, list[str](), list[Reason]()
+    refused, told = list[str](), list[Reason]()
 
-    def fails(thread: threading.Thread) -> None:
-        if thread.name == deliveries._name:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
+    def refuses(name: str) -> bool:
+        if name == deliveries._name:
+            refused.append(name)
+        return name == deliveries._name
 
     lock = FakeLock(store, ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason))
     assert lock.acquire()
     watchdog = runtime.current.watchdog
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fails)
+        no_thread(patched, refuses)
         assert until(lambda: refused)
         assert until(lambda: watchdog.hold_of(store, "k") is None)
         timed(patched, attention=0.2)
@@ -666,16 +658,9 @@ def test_a_callback_for_which_no_thread_can_be_started_is_late(
 
 def test_a_take_has_what_renews_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread for the renewals of that database it is refused; with one, no other has to be started later."""
-    refused, started = ["dblock renewal"], threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if not refused or thread.name in refused:
-            raise RuntimeError("can't start new thread")
-        started(thread)
-
-    lock = FakeLock(store, ttl=0.9)
+    refused, lock = ["dblock renewal"], FakeLock(store, ttl=0.9)
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
+        no_thread(patched, lambda name: not refused or name in refused)
         with pytest.raises(LockStoreError, match="'k'.*can't start new thread"):
             lock.acquire()
         assert lock.state is None

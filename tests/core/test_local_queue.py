@@ -11,7 +11,6 @@ import pytest
 from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import StoreUnanswered, StoreUnreachable
 from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
@@ -346,21 +345,14 @@ def test_the_last_one_leaves_while_the_key_is_given_back() -> None:
     assert world.rows["k"]["owner"] is None
 
 
-def in_local_queue(world: World, number: int) -> tuple[Site, list[Attempt]]:
-    """So many flows in one local queue of a process in which nobody holds the key."""
-    process = Process(world)
-    waiters = [Attempt(wish(), process.site, None, lambda: process) for _ in range(number)]
-    for waiter in waiters:
-        waiter.enter(None)
-    return process.site, waiters
-
-
 @pytest.mark.parametrize("how", ["unseen", "closed", "still"])
 def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
-    world = World()
-    site, (stuck, alive) = in_local_queue(world, 2)
+    process = Process(world := World())
+    stuck, alive = waiters = [Attempt(wish(), process.site, None, lambda: process) for _ in "ab"]
+    for waiter in waiters:
+        waiter.enter(None)
     local_queue = stuck.local_queue
     assert local_queue.until_queueing(alive) > 0
     if how == "unseen":
@@ -377,7 +369,7 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert stuck.wakeup.consume()
     assert local_queue.until_queueing(stuck) == 0
     stuck.leave()
-    assert not site.local_queues
+    assert not process.site.local_queues
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -13,7 +13,7 @@ import pytest
 
 from dblock.core.wakeup.local_socket import LocalSocket, LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-from tests.support.lab import until
+from tests.support.lab import there, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 MESSAGE = Message("k", 7, 8, 0, "proof")
@@ -44,9 +44,7 @@ def others() -> Iterator[LocalSockets]:
 
 def opened(sockets: LocalSockets) -> LocalSocket:
     """One for a flow."""
-    socket = sockets.open()
-    assert socket is not None
-    return socket
+    return there(sockets.open())
 
 
 WAITS: dict[str, Callable[[Wakeup], object]] = {
@@ -96,8 +94,7 @@ def test_a_flow_that_no_longer_waits_leaves_no_socket(sockets: LocalSockets) -> 
     """Its name is nobody's from then on: who notifies it finds that out, and tells it in another way."""
     wakeup = Wakeup()
     channel = wakeup.listen(sockets)
-    socket = wakeup.socket
-    assert socket is not None
+    socket = there(wakeup.socket)
     assert sockets.notify(channel, MESSAGE.text())
     wakeup.close()
     assert (wakeup.socket, socket.fileno()) == (None, -1)

@@ -20,7 +20,7 @@ from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import HANGING, AutocommitPool
 from dblock.core.errors import StoreUnreachable
 from tests.conftest import timed
-from tests.support.lab import until
+from tests.support.lab import there, until
 
 
 class Pool(AutocommitPool):
@@ -97,8 +97,7 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
     """What cannot be cut does not end the watch over all others."""
     deadlines = Deadlines()
     broken, sound = (PooledConnection(wire=Wire(fileno=each.detach())) for each in socket.socketpair())
-    wire = broken.wire
-    assert wire is not None
+    wire = there(broken.wire)
     os.close(wire.fileno())
     for connection in (broken, sound):
         deadlines.arm(connection.cut, soon(0.01))

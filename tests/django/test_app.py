@@ -41,7 +41,7 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observers
 from dblock.store import store_for
 from tests.conftest import ALIASES, ready, run
-from tests.support.lab import ROOT, fail, until
+from tests.support.lab import ROOT, cycle, fail, until
 from tests.support.loaded import python, without
 
 
@@ -305,8 +305,7 @@ class Router:
 
 def test_reaping_follows_the_settings(sqlite: Path) -> None:
     """DBLOCK["RETENTION"], unless told otherwise; on an event loop too."""
-    with db_lock("k"):
-        pass
+    cycle(db_lock("k"))
     assert reap() == 0
     time.sleep(0.01)
     with override_settings(DBLOCK={"RETENTION": 0}):
@@ -376,8 +375,7 @@ def test_signals_of_events(sqlite: Path) -> None:
         signal.connect(receive, sender=Lock)
         signal.connect(receive, sender=str, dispatch_uid="of something else")
     try:
-        with db_lock("k"):
-            pass
+        cycle(db_lock("k"))
         time.sleep(0.01)
         reap(retention=0)
     finally:

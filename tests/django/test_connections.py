@@ -27,7 +27,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
 from dblock.store import DjangoStore, store_for
 from tests.conftest import INNODB, ready, run
-from tests.support.lab import apart, together
+from tests.support.lab import apart, cycle, together
 from tests.support.steps import NO_STORE
 
 PLACE = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -155,8 +155,7 @@ def test_a_crowd_has_few_connections(database: str, alias: str) -> None:
 
     def work(number: int) -> None:
         for _ in range(5):
-            with db_lock(f"k{number}", using=alias):
-                pass
+            cycle(db_lock(f"k{number}", using=alias))
 
     def look() -> None:
         while not done.wait(0.005):
@@ -177,8 +176,7 @@ def test_connections_outlive_requests(database: str, alias: str) -> None:
     """The end of a request with CONN_MAX_AGE 0 leaves the lock's connection."""
     connections[alias].ensure_connection()
     connections[alias].close_at = 0.0  # as CONN_MAX_AGE = 0 has it
-    with db_lock("k", using=alias):
-        pass
+    cycle(db_lock("k", using=alias))
     connections[alias].close_if_unusable_or_obsolete()  # what Django does when request_finished is sent
     assert request_finished.receivers
     assert connections[alias].connection is None
@@ -189,8 +187,7 @@ def test_connections_outlive_requests(database: str, alias: str) -> None:
 def test_a_test_database_can_be_dropped(postgresql: object) -> None:
     """A test runner that has turned an alias to another database finds the lock there; no connection to it is kept."""
     connection, pool = connections["postgresql"], cast("Any", store_for("postgresql")._source)
-    with db_lock("k", using="postgresql"):
-        pass
+    cycle(db_lock("k", using="postgresql"))
     old: dict[str, Any] = {"serialize": False} if django.VERSION < (6,) else {}  # later ones never do
     name = connection.creation.create_test_db(verbosity=0, autoclobber=True, **old)
     try:
@@ -227,8 +224,7 @@ def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytes
                 pass
         return scope.cancelled_caught
 
-    with db_lock("k", using=alias):
-        pass
+    cycle(db_lock("k", using=alias))
     monkeypatch.setattr(DjangoStore, "execute", lose)
     assert asyncio.run(main())
     assert lost
@@ -273,8 +269,7 @@ def test_a_statement_for_the_database_that_the_alias_had(
 @PLACE
 def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(database: str) -> None:
     """There Django refuses to close its own, and a session would stay until the garbage collector comes."""
-    with db_lock("k", using=database):
-        pass
+    cycle(db_lock("k", using=database))
     [*kept] = store_for(database)._source._idle
     raws = [each.raw for each in kept]
 

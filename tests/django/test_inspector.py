@@ -40,7 +40,7 @@ from dblock.operating.timeline import Timeline, timeline, told
 from dblock.store import store_for
 from tests.conftest import ALIASES, SERVERS, run
 from tests.support.hung import hung
-from tests.support.lab import LONG, later, until
+from tests.support.lab import LONG, cycle, later, there, until, without
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
 
 of_pages = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -258,8 +258,7 @@ def test_what_others_wrote_is_escaped(site: Site) -> None:
             assert not STEERING & {*text}, what
             assert FRIENDLY in text, what
         assert FRIENDLY in page(client, address_of(key, "history"))
-        logged = LogEntry.objects.order_by("-id").first()
-        assert logged is not None
+        logged = there(LogEntry.objects.order_by("-id").first())
         assert not STEERING & {*f"{logged} {logged.get_change_message()}"}
         assert not STEERING & {*post(client, address_of(f"none {HOSTILE}", "release"), **form)}
     heir.leave()
@@ -358,9 +357,7 @@ def test_the_holders_of_shares(site: Site) -> None:
     read = db_rwlock("k", using=site.alias, label="<i>reads").read()
     assert read.acquire()
     with db_semaphore("s", 3, using=site.alias, timeout=5) as permit:
-        info = read.inspect()
-        assert info is not None
-        row = info.key
+        row = there(read.inspect()).key
         for text in (page(client, LIST), page(client, change("k")), page(client, change(row))):
             assert f"k (reader {row[-16:].lstrip('0')})" in text
             assert "&lt;i&gt;reads" in text
@@ -408,8 +405,7 @@ def test_a_key_that_a_transaction_pins(site: Site) -> None:
         asking = page(client, change("k", "release"))
         assert "nobody can take it before that ends" in asking
         assert f"<code>{end}</code>" in asking
-        fence = re.search(r'name="fence" value="(\d+)"', asking)
-        assert fence is not None
+        fence = there(re.search(r'name="fence" value="(\d+)"', asking))
         done = post(client, change("k", "release"), fence=fence[1], reason="it hangs")
         for part in ("was released", "nobody can take it before that ends", 'data-state="pinned"'):
             assert part in done
@@ -439,8 +435,7 @@ def test_ask_for_it_back(site: Site) -> None:
 def test_tidy_up(site: Site) -> None:
     """Deletes what nobody uses any more."""
     client = site.user("view_lock", "reap_lock")
-    with site.lock("old"):
-        pass
+    cycle(site.lock("old"))
     assert "Tidy up" in page(client, LIST)
     assert "No lock that is held is touched" in page(client, f"{LIST}reap/")
     with site.lock("held"), override_settings(DBLOCK={"RETENTION": 0}):
@@ -536,8 +531,7 @@ def test_the_admin_answers_nothing_about_owners(site: Site) -> None:
                 if not name and query.startswith("owner"):
                     assert answers == {(400, 0)}
         for key in ("a", "b"):
-            with site.lock(key):
-                pass
+            cycle(site.lock(key))
         for order in (*range(-8, 9), "owner", "-owner"):
             orders = set()
             for first, second in (("0", "f"), ("f", "0")):
@@ -603,12 +597,8 @@ def test_what_happened_is_told(site: Site) -> None:
 def test_a_history_that_cannot_be_read_hides_nothing_else(site: Site) -> None:
     """Its table may be missing, in a database whose tables somebody else has made."""
     client = site.user("view_lock")
-    with site.lock("k", label="tea"):
-        site.run("ALTER TABLE lock_events RENAME TO put_away")
-        try:
-            details, everything = page(client, change("k")), page(client, f"{LIST}events/")
-        finally:
-            site.run("ALTER TABLE put_away RENAME TO lock_events")
+    with site.lock("k", label="tea"), without(site.database, "lock_events"):
+        details, everything = page(client, change("k")), page(client, f"{LIST}events/")
     assert "tea" in details
     for text in (details, everything):
         assert "no table `lock_events`" in text
@@ -621,9 +611,7 @@ def happened(kind: str, fence: int, ago: float, seconds: float = 0.0, *, label: 
 
 def drawn(events: list[EventInfo], now: EventInfo | None = None) -> Timeline:
     """The picture of that history, and of who has the key now."""
-    picture = timeline(events, now)
-    assert picture is not None
-    return picture
+    return there(timeline(events, now))
 
 
 def test_a_loss_that_was_noticed_late() -> None:
@@ -691,8 +679,7 @@ def test_what_is_detached(site: Site) -> None:
 def test_a_min_hold_that_is_over(site: Site) -> None:
     """Closed, then free; nobody has died with it."""
     client = site.user("view_lock")
-    with site.lock("k", min_hold=600):
-        pass
+    cycle(site.lock("k", min_hold=600))
     listed = page(client, LIST, state="closed")
     assert 'data-state="closed"' in listed
     assert re.search(r'class="field-held_for[^"]*"[^>]*>–<', listed)

@@ -21,7 +21,7 @@ from dblock.core import runtime
 from dblock.core.observing.events import Kind
 from tests.conftest import SERVERS, each_of, ready, run, timed
 from tests.contract.test_guard import Rival, rival
-from tests.support.lab import renews
+from tests.support.lab import cycle, renews
 
 __all__ = ["rival"]
 
@@ -46,8 +46,7 @@ def test_a_min_hold_counts_for_the_transaction_that_keeps_the_key(database: str,
     with transaction.atomic(alias):
         assert [send(), send()] == ["sent", "skipped"]
         began = time.monotonic()
-        with db_lock("short", using=alias, min_hold=0.3):
-            pass
+        cycle(db_lock("short", using=alias, min_hold=0.3))
         for timeout in (0, 0.1):
             assert not db_lock("short", using=alias, timeout=timeout).acquire()
         if alias == "default":  # where a transaction that waits would keep all others from writing
@@ -55,8 +54,7 @@ def test_a_min_hold_counts_for_the_transaction_that_keeps_the_key(database: str,
                 pass
             time.sleep(0.3)
         for patience in (5, None):
-            with db_lock("short", using=alias, timeout=patience):
-                pass
+            cycle(db_lock("short", using=alias, timeout=patience))
         assert 0.3 <= time.monotonic() - began < 5
     if alias != "default":  # where the lock was part of the transaction
         assert send() == "skipped"
@@ -93,8 +91,7 @@ def test_what_was_taken_before_is_given_back_at_once(database: str, alias: str, 
 def test_it_is_renewed_until_then(database: str, alias: str, rival: Rival) -> None:
     """However long the transaction takes after the block."""
     with transaction.atomic(alias):
-        with db_lock("k", using=alias, ttl=2):
-            pass
+        cycle(db_lock("k", using=alias, ttl=2))
         [hold] = runtime.current.watchdog._holds
         assert renews(hold, soon=False)
         assert not rival.gets_in()
@@ -104,8 +101,7 @@ def test_it_is_renewed_until_then(database: str, alias: str, rival: Rival) -> No
 def test_a_closed_connection_ends_the_transaction(database: str, alias: str, rival: Rival) -> None:
     """And with it the reason to keep the lock."""
     with pytest.raises((ZeroDivisionError, DatabaseError, InterfaceError)), transaction.atomic(alias):
-        with db_lock("k", using=alias):
-            pass
+        cycle(db_lock("k", using=alias))
         connections[alias].close()
         raise ZeroDivisionError
     assert rival.gets_in()
@@ -122,8 +118,7 @@ def test_the_key_is_free_for_on_commit(database: str, alias: str, rival: Rival) 
 
     with transaction.atomic(alias):
         transaction.on_commit(hook, using=alias)
-        with db_lock("k", using=alias):
-            pass
+        cycle(db_lock("k", using=alias))
     assert seen == [True, 1]
     assert rival.gets_in()
 
@@ -135,8 +130,7 @@ def test_it_is_told_when_that_has_ended(database: str, alias: str) -> None:
     for fails in (False, True):
         with contextlib.suppress(ZeroDivisionError), transaction.atomic(alias):
             for _ in range(2):
-                with db_lock("k", using=alias):
-                    pass
+                cycle(db_lock("k", using=alias))
             assert told == [("acquired", 1), ("acquired", 2), ("released", 1)]
             _ = 1 / 0 if fails else None
         assert told[3:] == [("released", 0)]
@@ -152,8 +146,7 @@ def test_transactions_of_two_databases(request: pytest.FixtureRequest, rival: Ri
     for first, second in itertools.permutations(SERVERS, 2):
         with transaction.atomic(first):
             with transaction.atomic(second):
-                with db_lock("k", using="postgresql"):
-                    pass
+                cycle(db_lock("k", using="postgresql"))
                 assert not rival.gets_in()
             assert not rival.gets_in()
         assert rival.gets_in()
@@ -167,8 +160,7 @@ def test_another_threads_transaction_does_not_count(database: str, alias: str, r
     block = transaction.atomic(alias)
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(block.__enter__).result()
-        with db_lock("k", using=alias):
-            pass
+        cycle(db_lock("k", using=alias))
         assert rival.gets_in()
         elsewhere.submit(block.__exit__, None, None, None).result()
         elsewhere.submit(connections.close_all).result()
@@ -197,13 +189,11 @@ def test_the_blocks_of_a_test_case_do_not_count(database: str, alias: str, rival
                 seen.append(lock.verify())
             seen.append(lock.locked())
             with transaction.atomic(alias):
-                with lock:
-                    pass
+                cycle(lock)
                 seen.append(lock.locked())
             seen.append(lock.locked())
             with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
-                with lock:
-                    pass
+                cycle(lock)
                 raise ZeroDivisionError
             seen.append(lock.locked())
             if database != "sqlite":

@@ -14,14 +14,14 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import call_command
 from django.db import DatabaseError, connections, transaction
 from django.utils.connection import ConnectionDoesNotExist
-from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, LockStoreError, LockTimeout, UnsupportedDatabase, db_lock
 from dblock.core import clock
 from dblock.store import DjangoStore, store_for
-from tests.conftest import INNODB, SERVERS, run, url
+from tests.conftest import INNODB, SERVERS, own_engine, run
+from tests.support.lab import cycle, there, without
 
 
 def owner(database: str) -> object:
@@ -51,15 +51,13 @@ def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: 
         time.sleep(0.8)
         lock = db_lock("k", using=alias, ttl=30)
         with lock:
-            info = lock.inspect()
-            assert info is not None
-            assert info.remaining > 29.5
+            assert there(lock.inspect()).remaining > 29.5
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) -> None:
     """It would keep the holder from releasing; the holder's block ends without trouble."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     with sqlalchemy_dblock.db_lock(engine, "k"), transaction.atomic(alias):
         start = time.monotonic()
         assert db_lock("k", using=alias).acquire(timeout=20) is False
@@ -69,9 +67,7 @@ def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) ->
         ):
             pytest.fail("unreachable")
         assert time.monotonic() - start < 10
-    assert refused.value.holder is not None
-    assert refused.value.holder.identity.pid == os.getpid()
-    engine.dispose()
+    assert there(refused.value.holder).identity.pid == os.getpid()
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -145,8 +141,7 @@ def test_what_was_given_back_is_no_loss(
             with transaction.atomic(alias):
                 assert lock.verify()
         transaction.set_rollback(end == "rollback", using=alias)
-    with db_lock("k", using=alias, timeout=0):
-        pass
+    cycle(db_lock("k", using=alias, timeout=0))
     assert not lost
     assert not caplog.records
 
@@ -154,8 +149,7 @@ def test_what_was_given_back_is_no_loss(
 def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     """A session that the server ended between two uses is not noticed by the caller."""
     lock = db_lock("k", using=alias)
-    with lock:
-        pass
+    cycle(lock)
     source = store_for(alias)._source
     own = source.take(clock.now() + 10, critical=False)
     if database == "postgresql":
@@ -169,13 +163,10 @@ def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
 
 def test_a_missing_table_names_its_cure(database: str, alias: str) -> None:
     """The migration, by name and database."""
-    run(database, "ALTER TABLE locks RENAME TO hidden")
-    try:
-        with pytest.raises(LockStoreError, match=f"migrate dblock --database {alias}") as caught:
-            db_lock("k", using=alias).acquire()
-        assert isinstance(caught.value.__cause__, connections[alias].Database.Error)  # type: ignore[attr-defined]
-    finally:
-        run(database, "ALTER TABLE hidden RENAME TO locks")
+    cure = f"migrate dblock --database {alias}"
+    with without(database, "locks"), pytest.raises(LockStoreError, match=cure) as caught:
+        db_lock("k", using=alias).acquire()
+    assert isinstance(caught.value.__cause__, connections[alias].Database.Error)  # type: ignore[attr-defined]
 
 
 def test_an_unknown_alias_is_refused() -> None:
@@ -205,8 +196,7 @@ def test_nobody_waits_inside_a_sqlite_transaction_that_has_read(
             writer.submit(step).result()
         begun = time.monotonic()
         with transaction.atomic(using="plain"), pytest.raises(LockTimeout, match="another writer"):
-            with db_lock("k", using="plain", timeout=8):
-                pass
+            cycle(db_lock("k", using="plain", timeout=8))
         assert time.monotonic() - begun < 2
         for step in (lock.release, lambda: block.__exit__(None, None, None), connections.close_all):
             writer.submit(step).result()

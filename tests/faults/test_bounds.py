@@ -31,9 +31,9 @@ from dblock.drivers import sessions
 from dblock.store import _stores
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, each_of, observer, run, timed, url
+from tests.conftest import MYSQL_DRIVER, POOLER, SERVERS, each_of, observer, own_engine, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, make_read_only, name_of, proxied
-from tests.support.lab import DRIVEN, LONG, SOME, expire, hold_of, renews, threads, until
+from tests.support.lab import DRIVEN, LONG, SOME, cycle, expire, hold_of, renews, threads, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.exact
@@ -349,8 +349,7 @@ def test_a_session_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch, databa
                 db_lock(engine, "k", timeout=0.3).acquire()
             assert until(lambda: not threads("dblock connect"), 5)
         proxy.black_hole = False
-        with db_lock(engine, "k", timeout=10):
-            pass
+        cycle(db_lock(engine, "k", timeout=10))
 
 
 def test_an_exclusive_writer_on_a_new_connection(engine: Engine) -> None:
@@ -430,7 +429,7 @@ def test_a_server_that_takes_no_writes_for_a_moment(
     database: str, read_only: Callable[[bool], None], actors: Callable[..., Actor]
 ) -> None:
     """Waiters wait on, holders keep what they have by their own clock, and are renewed when it is over."""
-    engine = create_engine(url(database).replace("root@", "app@") if database == "mariadb" else url(database))
+    engine = own_engine(url(database).replace("root@", "app@") if database == "mariadb" else url(database))
     holder, waiter, taker = (actors(Subject("sqlalchemy", "sync", database)) for _ in range(3))
     held, wanted = db_lock(engine, "held", ttl=6), db_lock(engine, "held", timeout=30)
     other = db_lock(engine, "free", timeout=30)
@@ -452,7 +451,6 @@ def test_a_server_that_takes_no_writes_for_a_moment(
     assert waiting.result(30) is True
     waiter.do(wanted.release)
     taker.do(other.release)
-    engine.dispose()
 
 
 def crowded(wire: Wire, actors: list[Actor]) -> Any:

@@ -29,7 +29,7 @@ from sqlalchemy_dblock import db_lock
 from tests.conftest import DATABASES, POOLER, observer, url
 from tests.faults.conftest import long_run
 from tests.project.test_recipes import started
-from tests.support.lab import ROOT, until
+from tests.support.lab import ROOT, there, until
 from tests.support.proxy import Proxy
 from tests.support.servers import free_port
 
@@ -137,8 +137,7 @@ def opened(request: pytest.FixtureRequest, database: str, workers: str, director
         request.getfixturevalue(database)
         address = make_url(url(database)).set(database=f"dblock_tests_shop_{os.getpid()}")
         _administer(database, f"CREATE DATABASE {address.database}")
-        assert address.port is not None
-        proxy = Proxy(0, address.port)
+        proxy = Proxy(0, there(address.port))
     environment = _settings(database, address, proxy)
     (directory / "site_wsgi.py").write_text(SITE)
     stock = [sys.executable, "-m", "example_project.stocked"]
@@ -195,20 +194,17 @@ def freed(shop: Shop, sku: str, pid: int) -> None:
 
 def cut(shop: Shop, sku: str, pid: int) -> None:
     """All connections are cut."""
-    assert shop.proxy is not None
-    shop.proxy.cut()
+    there(shop.proxy).cut()
 
 
 def unheard(shop: Shop, sku: str, pid: int) -> None:
     """Its next statement does not arrive."""
-    assert shop.proxy is not None
-    shop.proxy.cut_requests = 1
+    there(shop.proxy).cut_requests = 1
 
 
 def unanswered(shop: Shop, sku: str, pid: int) -> None:
     """The answer of its next statement does not arrive."""
-    assert shop.proxy is not None
-    shop.proxy.cut_replies = 1
+    there(shop.proxy).cut_replies = 1
 
 
 Fault = Callable[[Shop, str, int], None]

@@ -29,7 +29,7 @@ from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.conftest import timed
 from tests.support.failover import KINDS, URLS, elsewhere, locking
-from tests.support.lab import LONG, hold_of, until
+from tests.support.lab import LONG, cycle, hold_of, there, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
 MADE: dict[str, Callable[[], Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL}
@@ -47,16 +47,12 @@ ASKED = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
 def joined(lock: Any, channel: str = "", owner: str = "heir") -> QueuePlace:
     """The place of a waiter of another process, which has come for the key of that lock."""
     database = lock._place.store().database
-    found = drive(queue.join(database, ASKED.parameters(owner, channel), database.now() + 5))
-    assert found is not None
-    return found[0]
+    return there(drive(queue.join(database, ASKED.parameters(owner, channel), database.now() + 5)))[0]
 
 
 def granted(lock: Any, hold: Hold) -> Any:
     """What the waiter is granted to which the holder hands the key over."""
-    found = drive(queue.grant(lock._place.store().database, "k", 1, hold.tenure))
-    assert found is not None
-    return found[1]
+    return there(drive(queue.grant(lock._place.store().database, "k", 1, hold.tenure)))[1]
 
 
 def crash(server: Server, engine: Engine) -> None:
@@ -145,8 +141,7 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         assert given.lasts == 0
         owner, fence, expires_at = after("SELECT owner, fence, expires_at FROM locks")
         assert (owner, fence, expires_at) == ("heir", given.fence, kept)
-        grant = place.granted(given, 60.0, database.timing.waiter_ttl)
-        assert grant is not None
+        grant = there(place.granted(given, 60.0, database.timing.waiter_ttl))
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
         _ = elsewhere(lock)
 
@@ -163,12 +158,10 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             database, hold, place = lock._place.store().database, hold_of(lock), joined(lock)
             given = granted(lock, hold)
             hold.grant.handed_over = True
-            grant = place.granted(given, 60.0, database.timing.waiter_ttl)
-            assert grant is not None
+            grant = there(place.granted(given, 60.0, database.timing.waiter_ttl))
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
             place.sent += 3.0  # a heartbeat, that has found the place which the crash brings back
-            later = place.granted(given, 60.0, database.timing.waiter_ttl)
-            assert later is not None
+            later = there(place.granted(given, 60.0, database.timing.waiter_ttl))
             assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
             crash(server, engine)
             with engine.connect() as connection:
@@ -192,8 +185,7 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
         assert until(lambda: runtime.current.site(store).local_queues.get("k"))
         lock.release()
         assert waiting.result(10)
-        hold = pool.submit(heir._hold).result()
-        assert hold is not None
+        hold = there(pool.submit(heir._hold).result())
         lasts, believed = hold.lease.term, hold.lease.trusted_until
         crash(server, engine)
         with engine.connect() as connection:
@@ -211,22 +203,21 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
 def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
     """What is seen of a lease may then be more than what they have, and so may what is told by a notification."""
     options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
-    there = "dblock_00000000_0123456789abcdef"
+    channel = "dblock_00000000_0123456789abcdef"
     with locking(lambda: PostgreSQL(options=options)) as (server, engine):
         listening = psycopg.connect(
             host="127.0.0.1", port=server.port, user="dblock", dbname="postgres", autocommit=True
         )
         with db_lock(engine, "k", renew=False) as lock, listening:
-            listening.execute(f"LISTEN {there}")
+            listening.execute(f"LISTEN {channel}")
             database, hold, _ = lock._place.store().database, hold_of(lock), joined(lock)
             given = granted(lock, hold)
             assert given.lasts == 0
             hold.grant.handed_over = True
-            _ = joined(lock, f"{there}.1", "next")
+            _ = joined(lock, f"{channel}.1", "next")
             assert drive(queue.grant(database, "k", 2, Tenure("k", "heir", given.fence), here="here")) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
-            message = Message.read(called.payload)
-            assert message is not None
+            message = there(Message.read(called.payload))
             assert (message.key, message.proof) == ("k", "-"), "the waiter that hears it polls, and accepts"
         with db_lock(engine, "local", renew=False) as lock:
             hold = hold_of(lock)
@@ -245,8 +236,7 @@ def test_what_is_seen_may_not_be_durable() -> None:
         waits = create_engine(url)
         waits_not = create_engine(f"{url}?options=-csynchronous_commit%3Dlocal", isolation_level="AUTOCOMMIT")
         metadata.create_all(waits_not)
-        with db_lock(waits_not, "k"):
-            pass
+        cycle(db_lock(waits_not, "k"))
         lock, other = db_lock(waits, "k", ttl=2), db_lock(waits_not, "k", timeout=10)
         with waits_not.connect() as admin:
 
@@ -262,8 +252,7 @@ def test_what_is_seen_may_not_be_durable() -> None:
                 assert taking.result(10) is False
             assert lock.state is None
             assert until(lambda: not ended()), "whatever else waits keeps the row locked"
-        with other:
-            pass
+        cycle(other)
         waits.dispose()
         waits_not.dispose()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,7 +17,7 @@ from dblock.core.latency import Latency
 from tests.contract.test_queue import waiters
 from tests.faults.conftest import EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import LONG, times, until
-from tests.support.subjects import Actor
+from tests.support.subjects import Actor, Subject
 
 DISTANCES = (0.02, 0.08) if LONG else (0.08,)
 several = pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
@@ -42,19 +42,16 @@ def far(request: pytest.FixtureRequest, wire: Wire) -> Iterator[float]:
 
 
 @pytest.fixture
-def holder(wire: Wire) -> Iterator[Actor]:
+def holder(wire: Wire, actors: Callable[[Subject], Actor]) -> Actor:
     """Somebody near the database."""
-    actor = Actor(wire.direct)
-    yield actor
-    actor.close()
+    return actors(wire.direct)
 
 
 @pytest.mark.exact
 @several
 def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
     """`acquire()` returns False in time, keeps its connections, and its place is deleted a moment later."""
-    held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=0.6)
-    holder.call(held, "acquire")
+    held, wanted = holder.hold(wire.direct.lock("k", ttl=60)), wire.subject.lock("k", timeout=0.6)
     took = list[float]()
     assert wire.actor.call(wanted, "acquire") is False  # warms what a waiter needs
     assert until(lambda: waiters(wire.direct) == 0)
@@ -75,8 +72,7 @@ def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: A
 @some
 def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> None:
     """Each of two that wait for a second at most gets the key when the other one gives it back."""
-    near, distant = wire.direct.lock("k", timeout=1), wire.subject.lock("k", timeout=1)
-    assert holder.call(near, "acquire")
+    near, distant = holder.hold(wire.direct.lock("k", timeout=1)), wire.subject.lock("k", timeout=1)
     for _ in range(times(2, 3)):
         waiting = wire.actor.begin(distant, "acquire")
         assert until(lambda: waiters(wire.direct) == 1)

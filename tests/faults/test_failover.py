@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 
 from dblock.cli import main
 from dblock.core import clock, runtime
@@ -22,11 +22,11 @@ from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from dblock.operating import administration
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
-from tests.conftest import INNODB, run, url
+from tests.conftest import INNODB, own_engine, run
 from tests.faults.conftest import long_run
 from tests.support.beliefs import crowd
 from tests.support.failover import KINDS, URLS, elsewhere, locking, pair_of
-from tests.support.lab import LONG, hold_of, until
+from tests.support.lab import LONG, cycle, hold_of, until
 from tests.support.proxy import Proxy
 from tests.support.servers import Galera, MariaDB, MissingServer, MySQL, PostgreSQL, find_program
 
@@ -46,8 +46,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
     with pair_of(kind) as pair, ThreadPoolExecutor(4) as others:
         old, new = pair.engines(QUARANTINE)
         known = db_lock(old, "known", ttl=60, renew=False)
-        with db_lock(old, "again", ttl=5):
-            pass
+        cycle(db_lock(old, "again", ttl=5))
         known.acquire()
         assert until(lambda: pair.has("known"), 30)
         pair.cut()
@@ -90,8 +89,7 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
                 assert fence > holds[key].tenure.fence + 2_000_000, "above all, were the old clock two seconds ahead"
         assert db_lock(new, "known").acquire(blocking=False) is False, "somebody may have it for a minute"
         assert drive(administration.set_quarantine(database, clock.now() + 5, closed=False))
-        with db_lock(new, "known", timeout=0):
-            pass
+        cycle(db_lock(new, "known", timeout=0))
         for hold in holds.values():
             runtime.current.watchdog.discard(hold)
         current_flow().holds.clear()
@@ -158,8 +156,7 @@ def test_a_restart_closes_nothing() -> None:
                 return clock.now()
 
         for how in (signal.SIGTERM, signal.SIGKILL):
-            with db_lock(engine, f"before {how}"):
-                pass
+            cycle(db_lock(engine, f"before {how}"))
             held, permit = db_lock(engine, f"held {how}", ttl=60), db_semaphore(engine, "permits", permits=1, ttl=60)
             assert held.acquire()
             token = held.detach()
@@ -184,8 +181,7 @@ def test_a_standby_that_is_started_without_its_signal() -> None:
     """It keeps the timeline, and so looks like a server that was restarted: an administrator closes the keys."""
     with pair_of("postgresql") as pair:
         old, new = pair.engines(None)
-        with db_lock(old, "known"):
-            pass
+        cycle(db_lock(old, "known"))
         assert until(lambda: pair.has("known"), 30)
         pair.cut()
         lost = db_lock(old, "lost", ttl=60, renew=False)
@@ -195,8 +191,7 @@ def test_a_standby_that_is_started_without_its_signal() -> None:
         pair.replica.stop()
         (pair.replica.directory / "data" / "standby.signal").unlink()
         pair.replica.start()
-        with db_lock(new, "lost", timeout=5):  # as the page on clusters says
-            pass
+        cycle(db_lock(new, "lost", timeout=5))  # as the page on clusters says
         assert main(["--url", str(new.url), "quarantine", "--begin", "--yes"]) == 0
         with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(new, "lost", timeout=0):
             pass
@@ -206,7 +201,7 @@ def test_a_standby_that_is_started_without_its_signal() -> None:
 @pytest.mark.parametrize("database", ["postgresql", INNODB[-1]], indirect=True)
 def test_a_quarantine_begins_while_keys_are_held(database: str, how: str) -> None:
     """By a flow that finds one held, or has waited for it since before; not when the lease of a dead holder ends."""
-    engines = [create_engine(url(database)) for _ in "ab"]
+    engines = [own_engine(database) for _ in "ab"]
     held, other = (db_lock(engine, "k", ttl=60) for engine in engines)
     if how == "writes":
         held, other = db_rwlock(engines[0], "k", ttl=60).read(), db_rwlock(engines[1], "k", ttl=60).write()
@@ -236,14 +231,12 @@ def test_a_quarantine_begins_while_keys_are_held(database: str, how: str) -> Non
         if how != "tries":
             assert waiting.result()
             pool.submit(other.release).result()
-    for engine in engines:
-        engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql", *INNODB], indirect=True)
 def test_where_the_tables_were_emptied_keys_are_open(database: str) -> None:
     """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     lock = db_lock(engine, "k")
     for key_is_new in (True, False):
         run(database, "DELETE FROM lock_epoch")
@@ -252,7 +245,6 @@ def test_where_the_tables_were_emptied_keys_are_open(database: str) -> None:
         assert lock.acquire(blocking=False)
         lock.release()
     assert len(run(database, "SELECT 1 FROM lock_epoch")) == 1
-    engine.dispose()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "galera"])
@@ -265,8 +257,7 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
             pytest.skip(str(missing))
     kinds = {"postgresql": PostgreSQL, "mariadb": MariaDB, "mysql": MySQL, "galera": Galera}
     with locking(kinds[kind], URLS.get(kind, URLS["mariadb"])) as (server, engine):
-        with db_lock(engine, "k"):
-            pass
+        cycle(db_lock(engine, "k"))
         dump, restore = _dump_and_restore(kind, server.port)
         dump += ["--clean"] if kind == "postgresql" else []
         written = subprocess.run(dump, capture_output=True, check=True).stdout
@@ -278,15 +269,13 @@ def test_a_dump_that_was_restored_closes_the_keys(kind: str) -> None:
             with pytest.raises(LockTimeout, match=r"keys open in [56]\d s"), db_lock(engine, "k", timeout=0):
                 pass
         open_keys(engine)
-        with db_lock(engine, "k", timeout=5):
-            pass
+        cycle(db_lock(engine, "k", timeout=5))
 
 
 def test_a_dump_of_the_rows_alone() -> None:
     """New tables have a row of their own in `lock_epoch`, which gives way to that of the dump; that closes the keys."""
     with locking(PostgreSQL) as (server, engine):
-        with db_lock(engine, "k"):
-            pass
+        cycle(db_lock(engine, "k"))
         dump, restore = _dump_and_restore("postgresql", server.port)
         written = subprocess.run([*dump, "--data-only"], capture_output=True, check=True).stdout
         metadata.drop_all(engine)

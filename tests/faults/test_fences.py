@@ -178,8 +178,7 @@ def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
 def test_two_tenures_of_a_key_in_one_process_are_told_apart(subject: Subject, actors: Callable[..., Actor]) -> None:
     """Freed by a stranger and taken by another flow of this process: the same renewal keeps one and ends the other."""
     first, second = actors(subject), actors(subject)
-    lock, rival = subject.lock("k", ttl=2.1), subject.lock("k", ttl=2.1)
-    assert first.call(lock, "acquire")
+    lock, rival = first.hold(subject.lock("k", ttl=2.1)), subject.lock("k", ttl=2.1)
     run(subject.database, "UPDATE locks SET owner = NULL, count = 0")
     assert second.call(rival, "acquire")
     assert until(lambda: first.get(lock, "state") == "lost", 2.1), "two holders of one key"

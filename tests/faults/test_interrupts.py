@@ -32,7 +32,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import SHARE
 from tests.conftest import watched_places
 from tests.faults.conftest import NOISY
-from tests.support.lab import LONG, SOME, SYNC, alive, threads, times, until
+from tests.support.lab import LONG, SOME, SYNC, alive, handling, there, threads, times, until
 from tests.support.model import Interrupted
 from tests.support.strikes import RENEWED, TTL, CancelledAt, Stage, Strike, nothing, play
 from tests.support.subjects import Subject
@@ -322,9 +322,7 @@ async def strike(stage: Stage, kind: Kind, named: tuple[str, Any], how: Strike |
     except Interrupted:
         return True
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
+        there(asyncio.current_task()).uncancel()
         return True
     finally:
         how.disarm()
@@ -505,8 +503,7 @@ def test_signals_at_random_moments_leave_nothing(subject: Subject, warnings: Cal
     def strike(*_: object) -> None:
         raise Interrupted
 
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
+    with contextlib.closing(stage), handling(signal.SIGALRM, strike):
         play(stage.within(stage.lock("warm"), nothing))
         while struck < times(50, 2000):
             keys.append(f"k{len(keys)}")
@@ -522,7 +519,4 @@ def test_signals_at_random_moments_leave_nothing(subject: Subject, warnings: Cal
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         settled(subject, keys)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        stage.close()
     assert set(warnings().values()) <= {1}

@@ -9,16 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
 
 from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, timed, url
+from tests.conftest import INNODB, own_engine, timed
 from tests.faults.conftest import ALL_WIRES, EACH_WIRE, LISTENERS, NOISY, SEVERAL_WIRES, Wire, name_of, proxied
-from tests.support.lab import LATER, LONG, alive, remaining, renews, until
+from tests.support.lab import LATER, LONG, alive, cycle, remaining, renews, until
 
 pytestmark = NOISY
 
@@ -173,8 +172,7 @@ def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
     """Cut after COMMIT and before the answer, or before the request: what we believe is what the row says."""
     lock, rival = wire.subject.lock("k", ttl=20), wire.direct.lock("k")
     if name != "create":
-        with rival:
-            pass
+        cycle(rival)
         for _ in range(2):  # prepared
             wire.actor.call(lock, "acquire")
             wire.actor.call(lock, "acquire")
@@ -290,12 +288,12 @@ def test_an_outage_is_logged_once(
 ) -> None:
     """And its end: not for each waiter, each renewal, each heartbeat and each attempt to listen."""
     timed(monkeypatch, retry_budget=1.0, waiter_ttl=1.5, listen_after=0.0)
-    holding = create_engine(url("postgresql"))
+    holding = own_engine("postgresql")
     holder = db_lock(holding, "k")
     assert holder.acquire()
     with proxied("postgresql") as (proxy, engine):
         with ThreadPoolExecutor(5) as pool, db_lock(engine, "other", ttl=60):
-            flows = [pool.submit(wait_and_release, engine) for _ in range(5)]
+            flows = [pool.submit(cycle, db_lock(engine, "k", timeout=40, slow_wait=40)) for _ in range(5)]
             time.sleep(1.0)
             caplog.clear()
             proxy.refusing = True
@@ -311,9 +309,3 @@ def test_an_outage_is_logged_once(
     assert "cannot be used, trying again" in begin
     assert "can be used again, after" in end
     assert not re.search(r"\\n|[a-z]_[a-z]", begin.replace(str(engine.url), "")), begin
-    holding.dispose()
-
-
-def wait_and_release(engine: Engine) -> None:
-    with db_lock(engine, "k", timeout=40, slow_wait=40):
-        pass

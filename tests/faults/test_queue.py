@@ -19,11 +19,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
 from sqlalchemy_dblock import LockTimeout, db_lock
-from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, run, timed, url
+from tests.conftest import DATABASES, INNODB, SELDOM, SERVERS, observer, own_engine, run, timed, url
 from tests.contract.test_queue import WAITERS, listen_in, wait_for, waiters
 from tests.faults import test_crash
 from tests.support.failover import KINDS, locking
-from tests.support.lab import FEW, LATER, LONG, SYNC, Remote, hold_of, renews, times, together, until
+from tests.support.lab import FEW, LATER, LONG, SYNC, Remote, cycle, hold_of, renews, times, together, until
 from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
@@ -122,7 +122,7 @@ def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) 
         options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
     elif database in INNODB:
         options["connect_args"] = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level.upper()}"}
-    engine = create_engine(url(database), **options)
+    engine = own_engine(database, **options)
     size = times(30, 100)
     got, failed = list[int](), threading.Semaphore(0)
 
@@ -137,7 +137,6 @@ def test_a_crowd_takes_a_missing_row(database: str, level: str, timeout: float) 
             failed.release()
 
     assert together(*(partial(take, number) for number in range(size))) == []
-    engine.dispose()
     assert len(got) == (size if timeout else 1)
     assert got == sorted(set(got))
     # A join whose answer came too late leaves a place that ends by its time.
@@ -152,8 +151,7 @@ def test_waits_go_on_when_the_database_restarts(kind: str) -> None:
 
         def wait() -> None:
             own = create_engine(engine.url)  # or it would stand in a line with the other one
-            with db_lock(own, "k", ttl=20, timeout=60):
-                pass
+            cycle(db_lock(own, "k", ttl=20, timeout=60))
             own.dispose()
 
         def places() -> int:
@@ -204,7 +202,6 @@ def test_a_listener_that_is_killed_again_and_again(postgresql: object, monkeypat
     finally:
         stop.set()
         killer.join()
-        subject.engine.dispose()
     assert slowest < 1.0 * 1.25 + 0.5
 
 
@@ -266,7 +263,6 @@ def test_a_thousand_waiters_cost_a_listener_and_a_connection(
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(holder.acquire).result()
         asyncio.run(main())
-    subject.engine.dispose()
     assert max(count for count, _, _ in seen) == 2
     assert [each[1:] for each in seen[-7:]] == [(1, 0)] * 7
     assert served == list(range(1000))

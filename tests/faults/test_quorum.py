@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,18 +15,16 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 
 from dblock.core.errors import LockLost
-from dblock.core.protocol.drive import drive
-from dblock.majority import protocol
 from dblock.majority.asking import the_asks
 from dblock.majority.protocol import QuorumUnavailable
-from dblock.majority.statements import SERVER
-from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
+from sqlalchemy_dblock import create_tables, db_quorum_lock
 from tests.conftest import INNODB
 from tests.faults.conftest import make_read_only
 from tests.support.failover import URLS
-from tests.support.lab import until
+from tests.support.lab import apart, until
+from tests.support.majorities import count_on
 from tests.support.proxy import Proxy
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, _working_in, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, _working_in, running, send
 
 TTL = 1.5
 OPENS_SOON = {"dblock_failover_quarantine": None}
@@ -86,9 +82,7 @@ def five(servers: list[Member]) -> Iterator[list[Engine]]:
     for each in servers:
         each.run("DELETE FROM locks")
         each.run("DELETE FROM lock_waiters")
-        store = db_lock(each.direct, "any")._place.store()
-        _ = drive(protocol.standing(store.database, TTL, store.database.now() + 5))
-        each.run(f"UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = '{SERVER}'")
+        count_on(each.direct)
     yield [each.engine for each in servers]
     assert until(lambda: not the_asks().busy, 20)
     for each in servers:
@@ -103,14 +97,8 @@ def lock(five: list[Engine], **options: Any) -> Any:
 
 def stop(each: Member) -> Callable[[], None]:
     pids = [*_working_in(each.server.directory)]
-
-    def send(signal_: signal.Signals) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # a session that has ended
-                os.kill(pid, signal_)
-
-    send(signal.SIGSTOP)
-    return lambda: send(signal.SIGCONT)
+    send(pids, signal.SIGSTOP)
+    return lambda: send(pids, signal.SIGCONT)
 
 
 def kill(each: Member) -> Callable[[], None]:
@@ -276,8 +264,7 @@ def test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any
                     assert rival.acquire(timeout=1) is False
                 return str(next(iter(rival.answers.values())))
 
-            with ThreadPoolExecutor(1) as another:
-                assert another.submit(tries).result().startswith(("new, or restarted", "closed", "held by"))
+            assert apart(tries).startswith(("new, or restarted", "closed", "held by"))
             with contextlib.suppress(LockLost):
                 held.release()
             assert until(lambda: whole(three), 10)

@@ -17,7 +17,7 @@ from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import attach
 from tests.conftest import run
 from tests.faults.conftest import NOISY
-from tests.support.lab import FEW, alive, hold_of, keeper_rests, remaining, renews, threads, times, until
+from tests.support.lab import FEW, alive, hold_of, keeper_rests, no_thread, remaining, renews, threads, times, until
 from tests.support.strikes import play
 from tests.support.subjects import MATRIX, Actor, Subject
 
@@ -137,16 +137,9 @@ def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatc
     """No thread to be had at one take: the key is given back; the next takes are renewed."""
     subject = Subject("sqlalchemy", "sync", "sqlite")
     assert until(idle, 20)
-    start: Callable[[threading.Thread], None] = threading.Thread.start
-
-    def fail(thread: threading.Thread) -> None:
-        if thread.name == "dblock watchdog":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     lock = subject.lock("k", ttl=2)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        no_thread(patch, lambda name: name == "dblock watchdog")
         with pytest.raises(LockStoreError, match="'k'.*can't start new thread"):
             lock.acquire()
         assert lock.state is None
@@ -159,4 +152,3 @@ def test_a_watchdog_that_could_not_start_starts_later(sqlite: object, monkeypatc
     with lock:
         assert renews(hold_of(lock), soon=False)
     assert until(idle, 20)
-    subject.engine.dispose()

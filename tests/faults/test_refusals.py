@@ -24,7 +24,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from tests.conftest import timed
-from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, times, until
+from tests.support.lab import FEW, LONG, alive, expire, hold_of, remaining, there, times, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -268,8 +268,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
 
     def steps() -> Steps[Any]:
         joined = yield from queue.join(database, wish, later)
-        assert joined is not None
-        place, _ = joined
+        place, _ = there(joined)
         ticket = place.ticket
         view = yield from queue.status(database, "k", later, owner, ticket)
         assert view is not None
@@ -285,8 +284,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.leave_queue(database, [owner], 1.0)
-        assert grant is not None
-        return (yield from handover.end(site, grant))
+        return (yield from handover.end(site, there(grant)))
 
     return drive(steps())
 

@@ -15,7 +15,7 @@ from dblock.core.holding.flow import Entry, Hold
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from dblock.core.values import Grant, Tenure
-from tests.conftest import run, url
+from tests.conftest import own_engine, run, url
 from tests.support.lab import times, until
 
 
@@ -61,7 +61,7 @@ def test_renewals_are_heap_only_and_the_table_stays_as_it_is(postgresql: object)
 
 def test_ten_thousand_leases_are_renewed_by_one_statement(postgresql: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are due at once: one statement, within three seconds, and every one of them lives on."""
-    engine, count, ttl = create_engine(url("postgresql")), 10_000, 30.0
+    engine, count, ttl = own_engine("postgresql"), 10_000, 30.0
     run(
         "postgresql",
         "INSERT INTO locks SELECT 'lease ' || n, 'owner ' || n, n, 1, 30, now(), now() + interval '25 s',"
@@ -99,4 +99,3 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(postgresql: object, mo
     assert run("postgresql", "SELECT count(*) FROM locks WHERE expires_at > now() + interval '26 s'") == [(count,)]
     assert all(hold.lease.state == "held" for hold in holds)
     run("postgresql", "DELETE FROM locks")
-    engine.dispose()

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import Reason
 from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
+from tests.conftest import own_engine
 from tests.contract.conftest import actor, actors, other
 from tests.project import test_site
 from tests.support.lab import FEW
@@ -313,7 +314,7 @@ def test_the_errors_of_redis(engine: Engine) -> None:
     table = text("docs/coming-from.md").partition("## Errors of redis-py")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*) \| (.*) \|$", table, re.MULTILINE)
     told = [tuple(set(re.findall(r"`(\w+)`", cell)) for cell in row) for row in rows]
-    gone = create_engine(f"postgresql+psycopg://nobody@127.0.0.1:{free_port()}/none")
+    gone = own_engine(f"postgresql+psycopg://nobody@127.0.0.1:{free_port()}/none")
 
     def ours(key: str, **options: Any) -> Any:
         return sqlalchemy_dblock.db_lock(engine, key, ttl=1, renew=False, timeout=0.1, **options)
@@ -351,7 +352,6 @@ def test_the_errors_of_redis(engine: Engine) -> None:
             without.extend(1)
     found(redis.Redis(port=free_port()).lock("k").acquire, sqlalchemy_dblock.db_lock(gone, "k", timeout=0.1).acquire)
     assert len(told) == 5
-    gone.dispose()
 
 
 def test_every_example_is_tried() -> None:
@@ -447,8 +447,7 @@ def test_the_documented_names_of_tables_are_valid() -> None:
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
 def test_freeing_by_hand(subject: Subject, actor: Actor, other: Actor) -> None:
     """The first in the queue gets the key within some seconds, the holder learns of it at its next renewal."""
-    lock, theirs = subject.lock("stock:42", ttl=3), subject.lock("stock:42", timeout=20)
-    actor.call(lock, "acquire")
+    lock, theirs = actor.hold(subject.lock("stock:42", ttl=3)), subject.lock("stock:42", timeout=20)
     waiting = other.begin(theirs, "acquire")
     time.sleep(0.5)
     [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))

@@ -51,6 +51,7 @@ from dblock.core.wakeup.registry import Message
 from dblock.operating.commands import running
 from sqlalchemy_dblock import attach, create_tables, db_lock, db_rwlock, db_semaphore, metadata
 from tests.project.test_schema import DJANGO, apply, scratch
+from tests.support.lab import cycle
 from tests.support.loaded import run
 from tests.support.pages import ROOT
 
@@ -211,8 +212,7 @@ def rows() -> dict[str, Any]:
         path = f"sqlite:///{directory}/locks.sqlite3"
         engine = create_engine(path, execution_options={"dblock_history": 100})
         create_tables(engine)
-        with db_lock(engine, "free"):
-            pass
+        cycle(db_lock(engine, "free"))
         db_lock(engine, "expired", ttl=0.5, renew=False).acquire()
         held = {
             "lock": db_lock(engine, "stock:42", label="the till"),
@@ -374,8 +374,7 @@ def test_a_database_of_it_is_used(database: str, scratch: Engine) -> None:
             assert share.state == "held"
     assert semaphore.available() == 3
     for freed in (db_rwlock(scratch, "doc").write(), db_rwlock(scratch, "page").read()):
-        with freed:
-            pass
+        cycle(freed)
     with pytest.raises(LockTimeout), db_lock(scratch, "stock:42", timeout=0):
         pass
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 import dblock
 import sqlalchemy_dblock
 from dblock.core.errors import LockLost, LockNotHeld
 from dblock.core.observing.events import Event
-from tests.conftest import INNODB, MYSQL_DRIVER, url
-from tests.support.lab import FACES, SYNC, in_child
+from tests.conftest import INNODB, MYSQL_DRIVER, own_engine
+from tests.support.lab import FACES, SYNC, cycle, in_child
 from tests.support.subjects import Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -69,7 +69,7 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
     # Two processes cannot speak over one encrypted connection, and MySQL itself encrypts when it is not told otherwise.
     if database in INNODB and MYSQL_DRIVER == "mysqldb":
         pytest.skip("a connection of the application's that a child collects says good-bye to the server")
-    engine = create_engine(url(database), connect_args={"ssl_disabled": True} if database == "mysql" else {})
+    engine = own_engine(database, connect_args={"ssl_disabled": True} if database == "mysql" else {})
     session = scoped_session(sessionmaker(engine))
     lock = sqlalchemy_dblock.db_lock(engine, "k", session=session)
 
@@ -85,15 +85,13 @@ def test_a_child_ends_its_parents_session(database: str) -> None:
 
     for _ in range(2):
         session.execute(text("SELECT 1"))
-        with lock:
-            pass
+        cycle(lock)
         assert in_child(child) == [True, False]
         assert lock.locked(), "the child gave back its parent's lock"
         session.commit()
         assert not lock.locked()
         assert in_child(child) == [True, False]
     session.remove()
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
@@ -102,8 +100,7 @@ def test_a_child_ends_its_parents_atomic_block(database: str) -> None:
 
     lock = dblock.db_lock("k", using=database)
     with transaction.atomic(database):
-        with lock:
-            pass
+        cycle(lock)
         in_child(lambda: connections[database].atomic_blocks[-1].__exit__(None, None, None))
         assert lock.locked()
     assert not lock.locked()
@@ -115,22 +112,18 @@ def test_who_observes_goes_on_to_in_a_child(subject: Subject) -> None:
     told: list[Event] = []
     stop = dblock.observe(told.append)
     try:
-        with subject.lock("k"):
-            pass
+        cycle(subject.lock("k"))
         assert [event.kind for event in told] == ["acquired", "released"]
 
         def observed() -> list[str]:
             told.clear()
-            with subject.lock("k"):
-                pass
+            cycle(subject.lock("k"))
             stop()
-            with subject.lock("k"):
-                pass
+            cycle(subject.lock("k"))
             return [str(event.kind) for event in told]
 
         assert in_child(observed) == ["acquired", "released"]
-        with subject.lock("k"):
-            pass
+        cycle(subject.lock("k"))
         assert len(told) == 4
     finally:
         stop()

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 from dblock import LockStoreError
 from sqlalchemy_dblock import db_lock
+from tests.conftest import own_engine
 from tests.support.failover import make_tables
 from tests.support.lab import ROOT, until
 from tests.support.servers import Galera, MissingServer, running
@@ -77,7 +78,7 @@ def test_one_at_a_time_across_nodes(nodes: list[Galera], tmp_path: Path) -> None
 
 def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[Galera], caplog: pytest.LogCaptureFixture) -> None:
     """A waiter that is told of a tenure that another node has granted asks its own node, which is behind."""
-    here, there = (create_engine(address(node), isolation_level="AUTOCOMMIT") for node in nodes)
+    here, there = (own_engine(address(node), isolation_level="AUTOCOMMIT") for node in nodes)
     holder, heir = db_lock(here, "behind", ttl=30), db_lock(there, "behind", ttl=30, timeout=30)
     seen = list[bool]()
 
@@ -99,13 +100,11 @@ def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[Galera], caplog
         _ = stranger.execute(text("UNLOCK TABLES"))
         waiter.join(10)
     assert seen == [True]
-    here.dispose()
-    there.dispose()
 
 
 def test_without_a_majority_nobody_gets_a_key(nodes: list[Galera]) -> None:
     """A try says why, and a waiter waits until the nodes are together again; a holder is told in time."""
-    one, other = engines = [create_engine(address(node)) for node in nodes]
+    one, other = (own_engine(address(node)) for node in nodes)
 
     def believe() -> set[str]:
         """What the nodes say of themselves: whether they are of the majority."""
@@ -130,5 +129,3 @@ def test_without_a_majority_nobody_gets_a_key(nodes: list[Galera]) -> None:
     assert until(lambda: believe() == {"ON"}, 15)
     for node in nodes:
         node.provide("evs.suspect_timeout=PT5S")  # as by default
-    for engine in engines:
-        engine.dispose()

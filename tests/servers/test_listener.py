@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from django.db import connections
 from django.test import override_settings
-from sqlalchemy import URL, create_engine
+from sqlalchemy import URL
 
 from dblock.core import runtime
 from dblock.core.protocol import queue
@@ -25,11 +25,11 @@ from dblock.drivers.kill_query import KillQueryListener
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, SELDOM, SERVERS, observer, run, timed, url
+from tests.conftest import INNODB, SELDOM, SERVERS, observer, own_engine, run, timed, url
 from tests.contract.test_queue import stranger, waiters
 from tests.faults.conftest import LISTENERS
 from tests.faults.test_crash import joined
-from tests.support.lab import LONG, SOME, Remote, hold_of, threads, times, until
+from tests.support.lab import LONG, SOME, Remote, hold_of, there, threads, times, until
 from tests.support.steps import NO_STORE
 from tests.support.subjects import MATRIX, PSYCOPG2, Actor, Subject
 
@@ -74,9 +74,7 @@ def test_a_neighbour_is_not_notified(postgresql: object, before: str) -> None:
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {runtime.current.sockets().channel}")
-        subject = Subject("sqlalchemy", "sync", "postgresql")
-        hand_overs(subject, before)
-        subject.engine.dispose()
+        hand_overs(Subject("sqlalchemy", "sync", "postgresql"), before)
         heard = [message.payload.split(" ", 4)[4] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
 
@@ -96,10 +94,8 @@ def test_a_notification_proves_what_was_granted(postgresql: object) -> None:
             assert drive(queue.grant(database, "k", 1, hold.tenure, here="here")) is not None
             hold.grant.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
-    message = Message.read(called.payload)
-    assert message is not None
+    message = there(Message.read(called.payload))
     assert message.proof == queue.proof(message.ticket, message.fence, message.lasts, "heir")
-    subject.engine.dispose()
 
 
 @pytest.mark.direct
@@ -117,10 +113,9 @@ def test_a_listener_takes_no_place_in_a_pool(postgresql: object, monkeypatch: py
 
 def test_whether_to_listen_is_yes_or_no() -> None:
     """A word from an environment variable would always be true."""
-    engine = create_engine("sqlite://", execution_options={"dblock_listen": "no"})
+    engine = own_engine("sqlite://", execution_options={"dblock_listen": "no"})
     with pytest.raises(TypeError, match="dblock_listen"):
         db_lock(engine, "k").locked()
-    engine.dispose()
 
 
 STRANGE = ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"]
@@ -140,7 +135,6 @@ def test_only_channels_of_our_own_form_are_notified(database: str) -> None:
                 subject.run("UPDATE locks SET last_ticket = :last WHERE lock_key = :key", last=2**61, key=key)
             assert subject.row(key)["owner"] == key, "the key was granted to that row"
         assert not disturbed()
-    subject.engine.dispose()
 
 
 @contextmanager
@@ -191,7 +185,6 @@ def test_several_listen(database: str) -> None:
     first.close()
     assert [second.listen(5), second.named] == [[], True]
     second.close()
-    subject.engine.dispose()
 
 
 @pytest.mark.parametrize("database", INNODB, indirect=True)
@@ -212,7 +205,6 @@ def test_another_user_rings_in_vain(database: str, lowly: Callable[..., URL]) ->
         assert waited.result(2.5 + 1) is True
         actor.call(lock, "release")
     actor.close()
-    subject.engine.dispose()
 
 
 @pytest.mark.parametrize(
@@ -232,8 +224,7 @@ def test_a_flood_costs_a_waiter_next_to_nothing(subject: Subject, monkeypatch: p
 
     monkeypatch.setattr(queue, "status", count)
     holder, actor = Actor(subject), Actor(subject)
-    held, lock = subject.lock("k"), subject.lock("k", timeout=60)
-    holder.call(held, "acquire")
+    held, lock = holder.hold(subject.lock("k")), subject.lock("k", timeout=60)
     waited = actor.begin(lock, "acquire")
     assert until(lambda: waiters(subject) == 1)
     [(channel, ticket)] = subject.run("SELECT channel, ticket FROM lock_waiters")
@@ -298,5 +289,4 @@ def test_a_process_that_is_told_not_to_listen_polls(
         hand_overs(subject, meanwhile=lambda: listeners.append(run(database, LISTENERS[database])))
     assert listeners[0] == [], "the other process may listen later"
     vars(store).pop("_waiter_services", None)
-    subject.engine.dispose()
     assert len([message for message in caplog.messages if "cannot notify this process" in message]) == 1

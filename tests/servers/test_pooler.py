@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy_dblock import db_lock
 from tests.conftest import POOLER, run, url
 from tests.support.clusters import missing
-from tests.support.lab import LONG
+from tests.support.lab import LONG, there
 from tests.support.loaded import python, without
 from tests.support.proxy import Proxy
 from tests.support.servers import HINTS, PgBouncer, PostgreSQL, running
@@ -41,9 +41,7 @@ def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> No
     """What the lock, its queue and its guard promise holds there too, and where sessions change all the time."""
     environment = without("DBLOCK_TEST", "PYTEST") | {"DBLOCK_POOLER": "1"}
     done = python("-m", "pytest", "-q", "-n", "0", *which, environment=environment)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= least
+    assert int(there(re.search(r"(\d+) passed", done.stdout))[1]) >= least
 
 
 @pytest.fixture

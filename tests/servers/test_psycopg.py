@@ -7,10 +7,9 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from dblock.core.errors import StoreUnanswered
@@ -18,8 +17,9 @@ from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import ready, url
+from tests.conftest import own_engine, ready
 from tests.faults.conftest import proxied
+from tests.support.lab import cycle
 from tests.support.proxy import Proxy
 from tests.support.steps import NO_STORE
 
@@ -36,15 +36,12 @@ CREATE TRIGGER slowly BEFORE UPDATE ON locks FOR EACH ROW EXECUTE FUNCTION slowl
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest) -> Engine:
     """Its connection has prepared what a lock sends."""
     ready(request, "postgresql")
-    engine = create_engine(url("postgresql"))
-    for _ in range(8):
-        with db_lock(engine, "k"):
-            pass
-    yield engine
-    engine.dispose()
+    engine = own_engine("postgresql")
+    cycle(*[db_lock(engine, "k")] * 8)
+    return engine
 
 
 def test_an_interrupted_take_has_ended_on_the_server(engine: Engine) -> None:

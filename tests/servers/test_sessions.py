@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from django.db import connections
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import LockStoreError
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
-from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, run, timed, url
+from tests.conftest import INNODB, MYSQL_DRIVER, SERVERS, own_engine, run, timed, url
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, actors, name_of, wire
-from tests.support.lab import SOME, threads, until
+from tests.support.lab import SOME, cycle, threads, until
 from tests.support.pages import block
 from tests.support.subjects import MATRIX, Actor, Subject
 
@@ -76,15 +76,13 @@ def test_a_session_that_takes_no_writes_is_left(database: str) -> None:
     """Its server was demoted, say: the statement is sent again over another connection."""
     subject = Subject("sqlalchemy", "sync", database)
     lock = subject.lock("k", timeout=10)
-    with lock:
-        pass
+    cycle(lock)
     pool = lock._place.store()._source
     [idle] = pool._idle
     read_only = {"postgresql": "SET default_transaction_read_only = on"}
     idle.raw.cursor().execute(read_only.get(database, "SET SESSION TRANSACTION READ ONLY"))
     with lock:
         assert idle.closed
-    subject.engine.dispose()
 
 
 def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +94,7 @@ def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(settings, "OPTIONS", {**settings["OPTIONS"], **option})
         return
     arguments: Any = {"server_settings": option} if subject.driver == "asyncpg" else option
-    make: Any = create_engine if subject.face == "sync" else create_async_engine
-    vars(subject)["engine"] = make(
-        make_url(url(subject.database, subject.driver)).set(port=subject.port), connect_args=arguments
-    )
+    vars(subject)["engine"] = subject._made(connect_args=arguments)
 
 
 async def connect(subject: Subject) -> None:
@@ -223,8 +218,7 @@ def test_the_first_attempts_of_a_process_have_an_answer(database: str, crowd: in
         lambda engine: db_semaphore(engine, "permits", 3),
     ]
     for make in makes:
-        engine, gate = create_engine(url(database)), threading.Barrier(crowd)
+        engine, gate = own_engine(database), threading.Barrier(crowd)
         with ThreadPoolExecutor(crowd) as pool:
             found = list(pool.map(attempt, [engine] * crowd, [make] * crowd, [gate] * crowd))
         assert crowd > 1 or found == [True]
-        engine.dispose()

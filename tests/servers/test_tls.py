@@ -14,16 +14,17 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from django.db import connections
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 from dblock.connections import DjangoPool
 from dblock.core import clock, timing
 from dblock.core.connections.pool import AutocommitPool
 from sqlalchemy_dblock import LockStoreError, db_lock
 from sqlalchemy_dblock.connections import EnginePool
+from tests.conftest import own_engine
 from tests.settings import MYSQLCLIENT
 from tests.support.failover import make_tables
-from tests.support.lab import threads, until
+from tests.support.lab import cycle, threads, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, running
 
@@ -77,22 +78,17 @@ Make = Callable[..., AutocommitPool]
 @pytest.fixture(params=["django", "sqlalchemy"])
 def make(request: pytest.FixtureRequest, server: Encrypting) -> Iterator[Make]:
     """Makes the pool of a face; the arguments are options of the driver."""
-    ended: list[Callable[[], object]] = []
 
     def engine_pool(**options: Any) -> AutocommitPool:
-        engine = create_engine(ADDRESS.format(server.port), connect_args=options)
-        ended.append(engine.dispose)
-        return EnginePool(engine)
+        return EnginePool(own_engine(ADDRESS.format(server.port), connect_args=options))
 
     def django_pool(**options: Any) -> AutocommitPool:
         known = {**connections.settings["mariadb"], "HOST": "127.0.0.1", "PORT": str(server.port), "OPTIONS": options}
         connections.settings["encrypting"] = {**known, "NAME": "locks", "USER": "root", "PASSWORD": ""}
-        ended.append(lambda: connections.settings.pop("encrypting", None))
         return DjangoPool("encrypting")
 
     yield {"django": django_pool, "sqlalchemy": engine_pool}[request.param]
-    for end in ended:
-        _ = end()
+    connections.settings.pop("encrypting", None)
 
 
 def encrypted(pool: AutocommitPool) -> bool:
@@ -144,13 +140,11 @@ def test_a_lock_does_not_notice(server: Encrypting) -> None:
     """What such a connection raises is resent by a new one, as any that could not be opened."""
     server.offer(tls=False)
     make_tables(ADDRESS.format(server.port))
-    engine = create_engine(ADDRESS.format(server.port))
+    engine = own_engine(ADDRESS.format(server.port))
     for tls in (False, True, False):
         server.offer(tls=tls)
         engine.dispose()
-        with db_lock(engine, "k", timeout=20):
-            pass
-    engine.dispose()
+        cycle(db_lock(engine, "k", timeout=20))
 
 
 @pytest.mark.exact
@@ -159,7 +153,7 @@ def test_a_server_that_does_not_answer(server: Encrypting) -> None:
     server.offer(tls=True)
     make_tables(ADDRESS.format(server.port))
     with Proxy(0, server.port) as proxy:
-        engine = create_engine(ADDRESS.format(proxy.port))
+        engine = own_engine(ADDRESS.format(proxy.port))
         with engine.connect() as connection:
             assert connection.execute(text("SHOW STATUS LIKE 'Ssl_cipher'")).one()[1]
         with db_lock(engine, "k"):
@@ -173,4 +167,3 @@ def test_a_server_that_does_not_answer(server: Encrypting) -> None:
             proxy.cut()
         # It deletes what the take may have made.
         assert until(lambda: not (threads("dblock housekeeping") or threads("dblock connect")), 20)
-        engine.dispose()

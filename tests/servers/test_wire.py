@@ -17,7 +17,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock.store import store_for
 from tests.conftest import INNODB, SELDOM, SERVERS, each_of, observer, run, timed, url
-from tests.support.lab import until
+from tests.support.lab import cycle, until
 from tests.support.proxy import Proxy
 
 server = each_of(SERVERS)
@@ -55,18 +55,15 @@ def lock(request: pytest.FixtureRequest, server: str, engine: Engine) -> Iterato
 
 def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
     """One to take and one to give back, once statements are prepared; and before that too."""
-    with lock:
-        pass
+    cycle(lock)
     proxy.settle()
     before = proxy.round_trips
-    with lock:
-        pass
+    cycle(lock)
     assert proxy.round_trips - before == 2, proxy.heard[before:]
 
     def cycles() -> None:
         for _ in range(20):
-            with lock:
-                pass
+            cycle(lock)
 
     assert proxy.counted(cycles) == 40, proxy.heard
 
@@ -172,8 +169,7 @@ def test_statements_for_a_hand_over(
 
     def round_of(lock: sqlalchemy_dblock.Lock) -> None:
         for _ in range(10):
-            with lock:
-                pass
+            cycle(lock)
 
     with ThreadPoolExecutor(size) as pool:
         _ = list(pool.map(round_of, locks))  # connected and prepared
@@ -198,12 +194,10 @@ def test_one_flush_for_a_cycle(postgresql: object) -> None:
 
     def flushes(cycles: int) -> int:
         engine = create_engine(url("postgresql"))
-        with sqlalchemy_dblock.db_lock(engine, "k"):
-            pass
+        cycle(sqlalchemy_dblock.db_lock(engine, "k"))
         [(before,)] = run("postgresql", f"SELECT {counted}")
         for _ in range(cycles):
-            with sqlalchemy_dblock.db_lock(engine, "k"):
-                pass
+            cycle(sqlalchemy_dblock.db_lock(engine, "k"))
         engine.dispose()  # a session that ends reports its numbers
         ended = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'UPDATE locks SET%'"
         _ = until(lambda: run("postgresql", ended) == [(0,)], 1.0)

@@ -45,8 +45,8 @@ from sqlalchemy_dblock import (
 )
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import INNODB, SERVERS, ready, run, timed, url
-from tests.support.lab import together, until
+from tests.conftest import INNODB, SERVERS, own_engine, ready, run, timed, url
+from tests.support.lab import cycle, together, until
 from tests.support.servers import free_port
 from tests.support.subjects import EVERY, PSYCOPG2, Actor, Subject
 
@@ -198,7 +198,7 @@ def test_several_locks_that_are_made_already(engine: Engine) -> None:
 @pytest.mark.parametrize("pool", [None, StaticPool], ids=["default", "static"])
 def test_in_memory_the_lock_shares_the_callers_connection(pool: Any) -> None:
     """It commits on its own outside transactions, and joins one that is open."""
-    engine = create_engine("sqlite://", poolclass=pool)
+    engine = own_engine("sqlite://", poolclass=pool)
     metadata.create_all(engine)
     with Session(engine) as session:
         session.execute(text("CREATE TABLE t (n INTEGER)"))
@@ -216,7 +216,6 @@ def test_in_memory_the_lock_shares_the_callers_connection(pool: Any) -> None:
             connection.rollback()  # must not take a committed tenure along
         assert lock.verify()
     assert not lock.locked()
-    engine.dispose()
 
 
 def test_connections_are_made_as_the_engine_makes_its_own(sqlite: object) -> None:
@@ -224,7 +223,7 @@ def test_connections_are_made_as_the_engine_makes_its_own(sqlite: object) -> Non
 
     They are not the caller's: the lock can be taken and given back while the engine's pool is used up.
     """
-    engine = create_engine(url("sqlite"), pool_size=1, max_overflow=0, pool_timeout=0.1)
+    engine = own_engine("sqlite", pool_size=1, max_overflow=0, pool_timeout=0.1)
     lock, seen = db_lock(engine, "k"), list[str]()
     with engine.connect():
         event.listen(engine, "do_connect", lambda *_: seen.append("do_connect"))
@@ -232,7 +231,6 @@ def test_connections_are_made_as_the_engine_makes_its_own(sqlite: object) -> Non
         with lock:
             assert lock.verify()
         assert {"do_connect", "connect"} <= set(seen)
-    engine.dispose()
 
 
 @pytest.mark.direct
@@ -241,14 +239,12 @@ def test_no_connection_outlives_the_engine(postgresql: object, pool: Any) -> Non
     """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""
     name = "disposable"
     engine = create_engine(url("postgresql"), connect_args={"application_name": name}, poolclass=pool)
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     counted = f"SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%{name}'"
     assert until(lambda: run("postgresql", counted) == [(0 if pool else 1,)])
     engine.dispose()
     assert until(lambda: run("postgresql", counted) == [(0,)])
-    with db_lock(engine, "k"):  # and it can be used again
-        pass
+    cycle(db_lock(engine, "k"))  # and it can be used again
     engine.dispose()
 
 
@@ -342,7 +338,7 @@ def test_tasks_that_share_one_database_in_memory() -> None:
 
 def test_threads_that_share_one_database_in_memory() -> None:
     """With a StaticPool, as SQLAlchemy's documentation has it."""
-    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    engine = own_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
     metadata.create_all(engine)
     inside, done = list[int](), list[int]()
 
@@ -356,16 +352,14 @@ def test_threads_that_share_one_database_in_memory() -> None:
 
     assert together(*(partial(work, number) for number in range(6))) == []
     assert len(done) == 30
-    engine.dispose()
 
 
 def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
     """`create_tables`, with the driver's error as the cause."""
-    engine = create_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
+    engine = own_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
     with pytest.raises(LockStoreError, match="create_tables") as caught:
         db_lock(engine, "k").acquire()
     assert isinstance(caught.value.__cause__, sqlite3.OperationalError)
-    engine.dispose()
 
 
 def test_an_unreachable_server_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,12 +384,11 @@ def test_an_unreachable_server_is_a_typed_error(monkeypatch: pytest.MonkeyPatch)
 def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: str) -> None:
     """The driver's own words are told, though the last of the tries may have ended with the time."""
     ready(request, name)
-    engine = create_engine(make_url(url(name)).set(database="nowhere"))
+    engine = own_engine(make_url(url(name)).set(database="nowhere"))
     for timeout in (0, 0.7) * 2:
         with pytest.raises(LockStoreError, match="does not exist|Unknown database") as caught:
             db_lock(engine, "k").acquire(timeout=timeout)
         assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)
-    engine.dispose()
 
 
 @pytest.mark.direct
@@ -406,17 +399,15 @@ def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: st
 )
 def test_prepared_statements_survive_a_discard(database: str, discard: str) -> None:
     """Somebody's clean-up on the lock's connection costs one more exchange, nothing else."""
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     lock = db_lock(engine, "k")
     for _ in range(5):
-        with lock:
-            pass
+        cycle(lock)
     [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
     assert connection.prepared is not None
     connection.raw.cursor().execute(discard)
     with lock:
         assert lock.verify()
-    engine.dispose()
 
 
 @pytest.mark.direct
@@ -438,7 +429,7 @@ def test_a_prepared_statement_that_fits_no_more(subject: Subject, actor: Actor) 
 
 def test_no_room_for_prepared_statements(mariadb: object) -> None:
     """A MariaDB server whose max_prepared_stmt_count is used up still locks."""
-    engine = create_engine(url("mariadb"))
+    engine = own_engine("mariadb")
     run("mariadb", "SET GLOBAL max_prepared_stmt_count = 0")
     try:
         lock = db_lock(engine, "k")
@@ -447,7 +438,6 @@ def test_no_room_for_prepared_statements(mariadb: object) -> None:
                 assert lock.verify()
     finally:
         run("mariadb", "SET GLOBAL max_prepared_stmt_count = 16382")
-    engine.dispose()
 
 
 @pytest.mark.timeout(300)

@@ -25,8 +25,8 @@ from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import run, url
-from tests.support.lab import together, until
+from tests.conftest import own_engine, run
+from tests.support.lab import cycle, together, until
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_late_re_entry_is_none(engine: Engine, trap: Callable[..., None]) -> N
 
 def test_an_interrupted_take_of_a_key_held_through_another_engine(engine: Engine, trap: Callable[..., None]) -> None:
     """Gives back only what it took itself: each attempt has a token of its own."""
-    twin = create_engine(engine.url)
+    twin = own_engine(engine.url)
     with db_lock(twin, "k") as outer:
         trap("take", cut)
         assert db_lock(engine, "k").acquire(blocking=False) is False
@@ -100,7 +100,6 @@ def test_an_interrupted_take_of_a_key_held_through_another_engine(engine: Engine
         with pytest.raises(KeyboardInterrupt):
             db_lock(engine, "k").acquire(blocking=False)
         assert outer.verify()
-    twin.dispose()
 
 
 def test_an_interrupted_release_that_cannot_be_sent_again(engine: Engine, trap: Callable[..., None]) -> None:
@@ -142,12 +141,11 @@ def test_members_of_a_text_enum_are_their_value(database: str) -> None:
     class Resource(str, enum.Enum):  # noqa: UP042 - whose str() is not its value
         STOCK = "stock"
 
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     with db_lock(engine, Resource.STOCK, label=Resource.STOCK) as lock, db_lock(engine, "stock") as again:
         assert again.count == 2
         assert lock.key == "stock"
         assert run(database, "SELECT lock_key, label FROM locks") == [("stock", "stock")]
-    engine.dispose()
 
 
 def test_threads_that_ask_at_once_get_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,20 +161,18 @@ def test_threads_that_ask_at_once_get_the_same_store(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stores, "EngineStore", slowly(stores.EngineStore))
     monkeypatch.setattr(django_stores, "DjangoStore", slowly(django_stores.DjangoStore))
     monkeypatch.setattr(django_stores, "_stores", {})
-    engine = create_engine("sqlite://")
+    engine = own_engine("sqlite://")
     for find in (lambda: store_for(engine), lambda: django_stores.store_for("default")):
         found: list[Any] = []
         assert together(*[lambda find=find, found=found: found.append(find())] * 8) == []
         assert len({id(store) for store in found}) == 1
-    engine.dispose()
 
 
 def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
     """By having been used for a lock."""
     engine = create_engine(f"sqlite:///{tmp_path}/short.sqlite3")
     metadata.create_all(engine)
-    with db_lock(engine, "k"):
-        pass
+    cycle(db_lock(engine, "k"))
     engine.dispose()
     store, gone = weakref.ref(store_for(engine)), weakref.ref(engine)
     del engine
@@ -195,11 +191,10 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
 ) -> None:
     """There nothing can be set for a session: a typed error without the statement, whose parameters are secret."""
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
-    engine = create_engine(url("postgresql"), connect_args={"client_encoding": "latin1"})
+    engine = own_engine("postgresql", connect_args={"client_encoding": "latin1"})
     with pytest.raises(LockStoreError, match="character set") as caught:
         db_lock(engine, "🔒").acquire()
     assert caught.value.__cause__ is None
-    engine.dispose()
 
 
 @pytest.mark.direct
@@ -217,10 +212,9 @@ def test_a_character_set_that_lacks_the_key_behind_a_pooler(
 def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, database: str, count: str) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     monkeypatch.setattr(sessions, "_process", lambda _: -1)
-    engine = create_engine(url(database))
+    engine = own_engine(database)
     for _ in range(8):
-        with db_lock(engine, "k"):
-            pass
+        cycle(db_lock(engine, "k"))
     [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
     cursor = connection.raw.cursor()
     cursor.execute(count)
@@ -228,21 +222,18 @@ def test_behind_a_pooler_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch, da
     if database == "postgresql":  # nor is anything set for a session that may be somebody else's next
         cursor.execute("SHOW lock_timeout")
         assert cursor.fetchone() == ("0",)
-    engine.dispose()
 
 
 @pytest.mark.direct
 def test_the_sessions_own_durability_comes_back(postgresql: object) -> None:
     """What a statement chooses for itself ends with it."""
     for setting in ("off", "on", "remote_write"):
-        engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
-        with db_lock(engine, "k"):
-            pass
+        engine = own_engine("postgresql", connect_args={"options": f"-c synchronous_commit={setting}"})
+        cycle(db_lock(engine, "k"))
         [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
         cursor = connection.raw.cursor()
         cursor.execute("SHOW synchronous_commit")
         assert cursor.fetchone() == (setting,)
-        engine.dispose()
 
 
 def test_an_attachment_answered_too_late(engine: Engine, trap: Callable[..., None]) -> None:
@@ -263,14 +254,13 @@ def test_an_attachment_answered_too_late(engine: Engine, trap: Callable[..., Non
 def test_a_driver_that_commits_each_statement(database: str, begins: bool) -> None:
     """By connect_args, which SQLAlchemy does not know of: guard() sees that there is no transaction to keep it."""
     args = {"isolation_level": None} if database == "sqlite" else {"autocommit": not begins}
-    engine = create_engine(url(database), connect_args=args)
+    engine = own_engine(database, connect_args=args)
     if begins and database == "sqlite":  # as SQLAlchemy's documentation has it
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     with db_lock(engine, "k") as lock, engine.connect() as connection:
         with contextlib.nullcontext() if begins else pytest.raises(ValueError, match="autocommit"):
             lock.guard(connection)
         connection.rollback()
-    engine.dispose()
 
 
 def test_a_session_thrown_away_in_mid_transaction(engine: Engine) -> None:
@@ -297,8 +287,7 @@ def test_an_interrupted_re_entry_of_a_lock_that_a_transaction_keeps(engine: Engi
     session = Session(engine)
     session.execute(text("SELECT 1"))
     lock = db_lock(engine, "k", session=session)
-    with lock:
-        pass
+    cycle(lock)
     trap("set_count", interrupt)
     with pytest.raises(KeyboardInterrupt):
         lock.acquire()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -25,10 +25,10 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from sqlalchemy_dblock import LockError, db_lock
-from tests.conftest import INNODB, SERVERS, each_of, url
+from tests.conftest import INNODB, SERVERS, each_of, own_engine, url
 from tests.contract.test_guard import Rival, empty, notes, rival
 from tests.contract.test_guarded import write
-from tests.support.lab import until
+from tests.support.lab import cycle, until
 
 __all__ = ["rival"]
 
@@ -45,12 +45,10 @@ database = each_of(["sqlite", "postgresql"])
 
 
 @pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
+def engine(database: str) -> Engine:
     """An engine of each database, with a table of the user's."""
     empty(database)
-    made = create_engine(url(database))
-    yield made
-    made.dispose()
+    return own_engine(database)
 
 
 @pytest.fixture
@@ -109,8 +107,7 @@ def test_a_two_phase_transaction(database: str, engine: Engine) -> None:
 def test_without_a_transaction_it_is_given_back_at_once(database: str, engine: Engine, rival: Rival) -> None:
     """And where it has ended by then."""
     with Session(engine) as session:
-        with db_lock(engine, "k", session=session):
-            pass
+        cycle(db_lock(engine, "k", session=session))
         assert rival.gets_in()
         with db_lock(engine, "k", session=session):
             write(session)
@@ -127,10 +124,7 @@ def test_two_sessions(database: str, engine: Engine, rival: Rival, how: str, fir
         session.execute(text("SELECT 1"))
     one, other = (db_lock(engine, "k", session=session) for session in sessions)
     if how == "in a row":
-        with one:
-            pass
-        with other:
-            pass
+        cycle(one, other)
     else:
         with db_lock(engine, "k") if "neither" in how else contextlib.nullcontext(), one, other:
             pass
@@ -143,8 +137,7 @@ def test_two_sessions(database: str, engine: Engine, rival: Rival, how: str, fir
 def test_what_a_session_keeps_is_not_handed_over(database: str, engine: Engine, rival: Rival, session: Session) -> None:
     """The session's end would release it beside its bearer."""
     lock = db_lock(engine, "k", session=session)
-    with lock:
-        pass
+    cycle(lock)
     lock.acquire()
     with pytest.raises(LockError, match="cannot be detached while a transaction keeps it"):
         lock.detach()

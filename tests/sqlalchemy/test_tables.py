@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import UnsupportedDatabase, create_tables, db_lock, metadata
-from tests.conftest import SERVERS, ready, run, url
-from tests.support.lab import together
+from tests.conftest import SERVERS, own_engine, ready, run, url
+from tests.support.lab import cycle, together
 from tests.support.subjects import EVERY, Subject
 
 pytestmark = pytest.mark.direct
@@ -52,8 +52,7 @@ def test_workers_that_start_at_once(empty: tuple[str, str | None], level: str | 
     engines = [tenants(*empty, **({} if level is None else {"isolation_level": level})) for _ in range(AT_ONCE)]
     assert together(*(lambda engine=engine: create_tables(engine) for engine in engines)) == []
     for engine in engines:
-        with db_lock(engine, "k", timeout=5):
-            pass
+        cycle(db_lock(engine, "k", timeout=5))
         engine.dispose()
     named = [index["name"] for index in inspect(engines[0]).get_indexes("lock_waiters", schema=empty[1])]
     assert "lock_waiters_queue" in named
@@ -99,29 +98,26 @@ def test_what_is_missing_is_made(engine: Engine) -> None:
 def test_a_database_that_refuses(tmp_path: Path) -> None:
     """SQLAlchemy's error, after a bounded number of tries."""
     (tmp_path / "read.sqlite3").touch()
-    engine = create_engine(f"sqlite:///file:{tmp_path}/read.sqlite3?mode=ro&uri=true")
+    engine = own_engine(f"sqlite:///file:{tmp_path}/read.sqlite3?mode=ro&uri=true")
     with pytest.raises(DBAPIError):
         create_tables(engine)
-    engine.dispose()
 
 
 @pytest.mark.parametrize("database", SERVERS)
 def test_tables_that_are_all_there(lowly: Callable[..., URL], database: str) -> None:
     """The rights that the lock needs suffice; no right on the history's table does, where no history is kept."""
-    engine = create_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
+    engine = own_engine(lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE"))
     create_tables(engine)
-    with db_lock(engine, "k", timeout=5):
-        pass
+    cycle(db_lock(engine, "k", timeout=5))
     if database != "postgresql":
         with pytest.raises(DBAPIError, match="lock_events"):
             create_tables(engine.execution_options(dblock_history=10))
-    engine.dispose()
 
 
 def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> None:
     """The lock looks where the engine's tables are made, and shares no key with users of another schema."""
     where, schema = empty
-    root, home = create_engine(where), create_engine(url(database))
+    root, home = own_engine(where), own_engine(database)
     if schema is None:
         with pytest.raises(UnsupportedDatabase, match="SQLite has no schemas"):
             db_lock(root.execution_options(schema_translate_map={None: "main"}), "k")
@@ -135,7 +131,4 @@ def test_a_translated_schema(empty: tuple[str, str | None], database: str) -> No
         with db_lock(again, "k", timeout=0) as same:  # the engine of another request, in the same flow
             assert same.count == 2
     named = root.execution_options(dblock_schema="ops", schema_translate_map={"ops": schema})
-    with db_lock(named, "k", timeout=5):
-        pass
-    for each in (root, home):
-        each.dispose()
+    cycle(db_lock(named, "k", timeout=5))

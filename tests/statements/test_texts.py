@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -141,16 +142,14 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Strange]:
     if subject.variant == "django":
         forget_alias("strange")
     else:
-        actor = Actor(subject)
-        actor.do(subject.engine.dispose)
-        actor.close()
+        with closing(Actor(subject)) as actor:
+            actor.do(subject.engine.dispose)
 
 
 @pytest.fixture
 def actor(subject: Strange) -> Iterator[Actor]:
-    actor = Actor(subject)
-    yield actor
-    actor.close()
+    with closing(Actor(subject)) as actor:
+        yield actor
 
 
 def _rendered() -> Iterator[Any]:
@@ -289,8 +288,7 @@ async def _shares(text: str, rows: Callable[..., Awaitable[list[tuple[Any, ...]]
 def test_a_key_is_a_lock_or_refused(subject: Strange, actor: Actor) -> None:
     """Taken, entered again, verified, guarded in the caller's own transaction, and given back, by any text."""
     for text in TEXTS:
-        lock = subject.lock(text, label=text, timeout=5)
-        assert actor.call(lock, "acquire")
+        lock = actor.hold(subject.lock(text, label=text, timeout=5))
         assert actor.call(lock, "acquire")
         assert run(subject.database, "SELECT lock_key, label FROM locks") == [(text, text)]
         assert actor.call(lock, "verify") is True
@@ -322,19 +320,17 @@ plain = each_of([each for each in MATRIX if (each.variant, each.face) != ("djang
 @given(key=strategies.text(strategies.characters(), min_size=0, max_size=260))
 def test_any_text_as_a_key(plain: Subject, key: str) -> None:
     """It is a lock, or it is refused before any I/O."""
-    actor = Actor(plain)
     try:
         lock = plain.lock(key, label=key[:255])
     except ValueError:
         assert (
             not key or len(key) > 255 or {"\0", "\x1f"} & {*key} or any(0xD800 <= ord(each) <= 0xDFFF for each in key)
         )
-    else:
+        return
+    with closing(Actor(plain)) as actor:
         assert actor.call(lock, "acquire", timeout=5)
         assert run(plain.database, "SELECT label FROM locks WHERE lock_key = :key", key=key) == [(key,)]
         actor.call(lock, "release")
-    finally:
-        actor.close()
 
 
 def _parameters(key: str, owner: str) -> dict[str, Any]:

@@ -51,16 +51,12 @@ class Setting:
         return self.name.replace(" ", "_")
 
 
-def driver_of(subject: Subject) -> str:
-    return subject.driver or SYNC_DRIVERS[subject.database]
-
-
 def cells(settings: list[Setting]) -> list[tuple[Setting, Subject]]:
     """Each setting on each driver that it is for, on both faces where both have it."""
     found = []
     for setting in settings:
         for subject in EVERY:
-            fits = driver_of(subject) in setting.drivers
+            fits = (subject.driver or SYNC_DRIVERS[subject.database]) in setting.drivers
             if subject.variant == "django":
                 fits = fits and subject.face == "sync" and setting.django is not None
             elif setting.django is not None and not (setting.connect or setting.engine or setting.events):

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -215,6 +216,19 @@ def together(*work: Callable[[], object]) -> list[BaseException]:
     for flow in flows:
         flow.join()
     return errors
+
+
+def cycle(*locks: AbstractContextManager[object]) -> None:
+    """Take each of these locks, and give it back."""
+    for lock in locks:
+        with lock:
+            pass
+
+
+def there(found: T | None) -> T:
+    """It, which is not None."""
+    assert found is not None
+    return found
 
 
 def apart(function: Callable[[], T]) -> T:
@@ -443,6 +457,38 @@ def later(database: str, seconds: float) -> str:
 def expire(subject: Subject, key: str = "k") -> None:
     """End the lease of a key now, as its time running out would."""
     run(subject.database, "UPDATE locks SET expires_at = acquired_at WHERE lock_key = :k", k=key)
+
+
+@contextlib.contextmanager
+def without(database: str, table: str) -> Iterator[None]:
+    """A database that refuses all statements on a table."""
+    run(database, f"ALTER TABLE {table} RENAME TO {table}_away")
+    try:
+        yield
+    finally:
+        run(database, f"ALTER TABLE {table}_away RENAME TO {table}")
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, refused: Callable[[str], object] = lambda _: True) -> None:
+    """Let no thread be had that has such a name."""
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if refused(thread.name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+
+
+@contextlib.contextmanager
+def handling(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    """Let this handle a signal while the block lasts."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def close_django(database: str, suffix: str = "") -> None:

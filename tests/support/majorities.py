@@ -44,24 +44,17 @@ def majority(variant: str, face: str, key: str, databases: Sequence[str] = THREE
 
 def engine(face: str, database: str) -> Any:
     """The engine of a database."""
-    return _subject(face, database).engine
+    driver = DRIVERS[database] if face == "async" else ""
+    return _subjects.setdefault((face, database), Subject("sqlalchemy", face, database, driver)).engine
 
 
 _subjects: dict[tuple[str, str], Subject] = {}
 
 
-def _subject(face: str, database: str) -> Subject:
-    driver = DRIVERS[database] if face == "async" else ""
-    return _subjects.setdefault((face, database), Subject("sqlalchemy", face, database, driver))
-
-
 def close(actor: Actor) -> None:
     """Close the engines; `actor` is of the event loop that the asynchronous ones ran on, if there are any."""
-    for (face, _), subject in _subjects.items():
-        if face == "sync":
-            subject.engine.dispose()
-        else:
-            actor.do(subject.engine.dispose)
+    for subject in _subjects.values():
+        actor.do(subject.engine.dispose)
     _subjects.clear()
     gc.collect()
 

@@ -49,7 +49,7 @@ from sqlalchemy_dblock import create_tables, db_lock, reap
 from tests.conftest import INNODB, url
 from tests.support.clusters import Arbitrator
 from tests.support.history import Final, Operation, Record, Violation, violations
-from tests.support.lab import ROOT, until
+from tests.support.lab import ROOT, there, until
 from tests.support.nemesis_client import COUNTER, MEMBERS, TTL
 from tests.support.proof import PAGE, between
 from tests.support.proxy import Proxy
@@ -61,10 +61,12 @@ from tests.support.servers import (
     PostgreSQL,
     Server,
     Standby,
+    children,
     end_with_parent,
     find_program,
     free_port,
     running,
+    send,
 )
 
 PROCESSES = 3
@@ -555,8 +557,7 @@ def stepped(world: World, _: object) -> Struck | None:
 
 def cut(world: World, member: Member) -> Struck | None:
     """All connections to a database end."""
-    assert member.proxy is not None
-    member.proxy.cut()
+    there(member.proxy).cut()
     return Struck("", member.name)
 
 
@@ -569,8 +570,7 @@ def unanswered(world: World, member: Member) -> Struck | None:
 
 def dropped(world: World, member: Member) -> Struck | None:
     """What passes is swallowed and nobody is told: on all connections, or on those of the moment."""
-    proxy = member.proxy
-    assert proxy is not None
+    proxy = there(member.proxy)
     if world.chance.random() < 0.5:
         proxy.forget()
     else:
@@ -593,23 +593,15 @@ def delayed(world: World, member: Member) -> Struck | None:
 def hung(world: World, member: Member) -> Struck | None:
     """A server stands still with all of its sessions (SIGSTOP)."""
     assert member.server is not None
-    assert member.server.process is not None
-    pids = _tree(member.server.process.pid)
-    _send(pids, signal.SIGSTOP)
-    return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: _send(pids, signal.SIGCONT))
+    pids = _tree(there(member.server.process).pid)
+    send(pids, signal.SIGSTOP)
+    return Struck("", member.name, world.chance.uniform(0.1, 1.5), lambda: send(pids, signal.SIGCONT))
 
 
 def _tree(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *(each for child in children for each in _tree(int(child)))]
+        return [pid, *(each for child in children(pid) for each in _tree(child))]
     return []
-
-
-def _send(pids: Sequence[int], what: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, what)
 
 
 def restarted(world: World, member: Member) -> Struck | None:
@@ -626,12 +618,12 @@ def crashed(world: World, member: Member) -> Struck | None:
             return
         busy = {each.target for each in world.struck}
         pids = [each.pid for each in world.clients if each.pid and str(each.number) not in busy]
-        _send(pids, signal.SIGSTOP)  # nobody is answered after the moment up to which all is kept
+        send(pids, signal.SIGSTOP)  # nobody is answered after the moment up to which all is kept
         time.sleep(0.1)
         try:
             server.lose_power()
         finally:
-            _send(pids, signal.SIGCONT)
+            send(pids, signal.SIGCONT)
 
     return _down(world, member, fail)
 
@@ -915,14 +907,12 @@ def _galera_lacks() -> str:
 
 def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     """The page's part about a run."""
-    found = [*parts.values()]
-    known = {name: version for each in found for name, version in each.versions.items()}
+    whole = functools.reduce(Result.plus, parts.values())
     python = f"Python {platform.python_version()}, Django {django.__version__}, SQLAlchemy {sqlalchemy.__version__}"
-    versions = ", ".join([*known.values(), python, *(["libfaketime"] if FAKETIME else [])])
-    total, seconds = sum(each.operations.total() for each in found), max(each.seconds for each in found)
-    yield f"`{command}` on {time.strftime('%d %B %Y', time.gmtime())}: {total:,} operations in"
-    yield f"{seconds / 60:.0f} minutes in {worlds} worlds side by side on {os.cpu_count()} processors, of which they"
-    yield f"used {sum(each.cpu for each in found) / 60:.0f} minutes. {versions}."
+    versions = ", ".join([*whole.versions.values(), python, *(["libfaketime"] if FAKETIME else [])])
+    yield f"`{command}` on {time.strftime('%d %B %Y', time.gmtime())}: {whole.operations.total():,} operations in"
+    yield f"{whole.seconds / 60:.0f} minutes in {worlds} worlds side by side on {os.cpu_count()} processors, of which"
+    yield f"they used {whole.cpu / 60:.0f} minutes. {versions}."
     if lacking := _galera_lacks():
         yield f"Without Galera: {lacking}."
     yield f"Operations: {', '.join(f'{part} {each.operations.total():,}' for part, each in parts.items())}."
@@ -930,16 +920,16 @@ def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     for title, counted in (
-        ("operations", [each.operations for each in found]),
-        ("tenures", [each.tenures for each in found]),
-        ("grants to waiters", [each.grants for each in found]),
-        ("guarded writes", [Counter({"": each.outcomes["write: ok"]}) for each in found]),
-        ("faults", [each.faults for each in found]),
-        ("violations", [Counter({"": len(each.violations)}) for each in found]),
+        ("operations", whole.operations),
+        ("tenures", whole.tenures),
+        ("grants to waiters", whole.grants),
+        ("guarded writes", Counter({"": whole.outcomes["write: ok"]})),
+        ("faults", whole.faults),
+        ("violations", Counter({"": len(whole.violations)})),
     ):
-        yield f"| **{title}** | {sum(each.total() for each in counted):,} |"
-        for name in sorted({name for each in counted for name in each if name}):
-            yield f"| {name} | {sum(each[name] for each in counted):,} |"
+        yield f"| **{title}** | {counted.total():,} |"
+        for name in sorted(filter(None, counted)):
+            yield f"| {name} | {counted[name]:,} |"
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -270,9 +270,7 @@ class PostgreSQL(Server):
             # Its sessions would live on until they notice that it has ended, and send a standby the rest; one that was
             # frozen too, if the kernel continues it then. So they are killed before; frozen, it starts no others.
             self.process.send_signal(signal.SIGSTOP)
-            for process in {*_working_in(self.directory)} - {self.process.pid}:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            send({*_working_in(self.directory)} - {self.process.pid}, signal.SIGKILL)
         # SIGTERM waits for clients to leave; SIGINT is PostgreSQL's own "fast" shutdown.
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
         deadline = time.monotonic() + 10
@@ -561,10 +559,7 @@ class RabbitMQ(Server):
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         # The script ends; the virtual machine is its child.
         if self.process is not None:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(child), how)
+            send(children(self.process.pid), how)
         super().stop(how)
 
     def close(self) -> None:
@@ -583,6 +578,18 @@ def _working_in(directory: Path) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if process.readlink().is_relative_to(directory):
                 yield int(process.parent.name)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def send(pids: Iterable[int], what: signal.Signals) -> None:
+    """Send processes a signal, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
 
 
 def remove_leftovers(directory: str) -> None:

@@ -25,7 +25,7 @@ from dblock.core.errors import LockLost
 from dblock.core.runtime import current_flow
 from dblock.majority.statements import SERVER
 from tests.support import majorities
-from tests.support.lab import ROOT, alive_keys, close_django
+from tests.support.lab import ROOT, alive_keys, close_django, there
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject, at_once
 
@@ -143,9 +143,8 @@ class CancelledAt:
 
     def _at(self, number: int) -> None:
         if number == self._number:
-            self.fired, task = True, asyncio.current_task()
-            assert task is not None
-            task.cancel()
+            self.fired = True
+            there(asyncio.current_task()).cancel()
 
 
 class _Pausing:

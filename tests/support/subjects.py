@@ -48,10 +48,7 @@ class Subject:
 
     @cached_property
     def engine(self) -> Any:
-        made = self._made()
-        if self.face == "sync":
-            weakref.finalize(self, made.dispose).atexit = False
-        return made
+        return self._made()
 
     @property
     def url(self) -> str:
@@ -59,12 +56,16 @@ class Subject:
         return url(self.database, self.driver)
 
     def _made(self, **options: Any) -> Any:
-        return (create_engine if self.face == "sync" else create_async_engine)(self.url, **options)
+        if self.face == "async":
+            return create_async_engine(self.url, **options)
+        made = create_engine(self.url, **options)
+        weakref.finalize(self, made.dispose).atexit = False
+        return made
 
     def over(self, **options: Any) -> Subject:
-        """The same over an engine that was made with these options, which somebody disposes of."""
+        """The same over an engine that was made with these options."""
         own = replace(self)
-        vars(own)["engine"] = self._made(**options)
+        vars(own)["engine"] = own._made(**options)
         return own
 
     @property

@@ -25,7 +25,8 @@ from dblock import LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.runtime import Runtime
-from tests.support.lab import apart, in_child
+from tests.conftest import own_engine
+from tests.support.lab import apart, cycle, in_child, there
 
 NOWHERE = "/nonexistent/never.sqlite3"
 
@@ -214,8 +215,7 @@ def test_a_busy_key_is_a_timeout_at_once(locks: testing.Memory, db_lock: Make) -
             before = locks.clock.now()
             with pytest.raises(LockTimeout, match="worker-7.*nightly import") as caught:
                 hold(db_lock("k", timeout=timeout))
-            assert caught.value.holder is not None
-            assert caught.value.holder.identity.host == "worker-7"
+            assert there(caught.value.holder).identity.host == "worker-7"
             assert locks.clock.now() - before == pytest.approx(timeout)
         assert not db_lock("k").acquire(blocking=False)
         hold(db_lock("another"))
@@ -410,7 +410,7 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
     """Likewise."""
     from sqlalchemy.orm import Session
 
-    engine = create_engine("sqlite://")
+    engine = own_engine("sqlite://")
     with Session(engine) as session:
         session.connection()
         with sqlalchemy_dblock.db_lock(engine, "k", session=session) as lock:
@@ -420,7 +420,6 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
         assert not lock.locked()
     with sqlalchemy_dblock.db_lock(engine, "k").begin(engine):
         locks.take_away("k")
-    engine.dispose()
 
 
 # -- beginning and ending
@@ -489,8 +488,7 @@ def test_what_it_refuses(sqlite: object, engine: Engine) -> None:
     with testing.memory():
         with pytest.raises(RuntimeError, match=r"memory\(\) was called inside memory\(\)"), testing.memory():
             pytest.fail("unreachable")
-        with dblock.db_lock("in memory", using="postgresql"):
-            pass
+        cycle(dblock.db_lock("in memory", using="postgresql"))
         majority = sqlalchemy_dblock.db_quorum_lock([engine, engine, engine], "k")
         with at_once(), pytest.raises(RuntimeError, match=r"memory\(\) has no majority locks"), majority:
             pytest.fail("unreachable")

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine
 from dblock.core.errors import LockTimeout, WrongKind
 from dblock.testing import Memory, memory
 from sqlalchemy_dblock import db_leader, db_locks, db_rwlock, db_semaphore
-from tests.support.lab import apart
+from tests.support.lab import apart, cycle, there
 from tests.testing.test_memory import at_once
 
 ENGINE = create_engine("sqlite://")
@@ -41,11 +41,9 @@ def test_a_wait_for_permits_of_the_same_thread(locks: Memory) -> None:
 def test_min_hold_of_a_permit(locks: Memory) -> None:
     """It is waited for by the clock of the locks."""
     sem = db_semaphore(ENGINE, "k", 1, min_hold=60, timeout=300)
-    with sem:
-        pass
+    cycle(sem)
     begun = locks.clock.now()
-    with sem:
-        pass
+    cycle(sem)
     assert locks.clock.now() - begun >= 59
 
 
@@ -104,14 +102,12 @@ def test_a_busy_read_write_lock(locks: Memory) -> None:
             assert rw.write().acquire(timeout=300) is False
             with pytest.raises(WrongKind):
                 db_semaphore(ENGINE, "k").acquire()
-        with rw.write():
-            pass
+        cycle(rw.write())
     with locks.busy(rw.read()):
         assert rw.write().acquire(blocking=False) is False
         with rw.read(), pytest.raises(RuntimeError, match="cannot make 'k' busy: it is held by"), locks.busy("k"):
             pytest.fail("unreachable")
-    with rw.write():
-        pass
+    cycle(rw.write())
 
 
 def test_a_busy_leader(locks: Memory) -> None:
@@ -119,9 +115,7 @@ def test_a_busy_leader(locks: Memory) -> None:
     leader = db_leader(ENGINE, "mail")
     with locks.busy(leader, label="worker 2"):
         assert leader.campaign(timeout=300) is False
-        found = leader.leader()
-        assert found is not None
-        assert found.label == "worker 2"
+        assert there(leader.leader()).label == "worker 2"
     assert leader.campaign(timeout=0)
     with pytest.raises(RuntimeError, match="cannot make 'mail' busy: it is held by"), locks.busy(leader):
         pytest.fail("unreachable")

@@ -16,8 +16,8 @@ import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
-from tests.conftest import ALIASES, each_of
-from tests.support.lab import PAIR_OF_FACES, SOME, hold_of, renews, until
+from tests.conftest import ALIASES, each_of, own_engine
+from tests.support.lab import PAIR_OF_FACES, SOME, cycle, hold_of, renews, until, without
 from tests.support.subjects import Actor, Subject
 
 subject = each_of(SOME)
@@ -94,8 +94,7 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
         assert until(lambda: actor.get(lock, "state") == "lost")
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-    other = subject.lock("k", ttl=2)
-    assert actor.call(other, "acquire")
+    other = actor.hold(subject.lock("k", ttl=2))
     assert renews(actor.do(lambda: hold_of(other)), soon=False)
     assert actor.call(other, "verify")
     actor.call(other, "release")
@@ -147,12 +146,8 @@ def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
 
 def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
     """What was raised is kept, and raised."""
-    subject.run("ALTER TABLE locks RENAME TO elsewhere")
-    try:
-        with testing.record() as locks, pytest.raises(LockError) as caught:
-            actor.call(subject.lock("k", timeout=0), "acquire")
-    finally:
-        subject.run("ALTER TABLE elsewhere RENAME TO locks")
+    with without(subject.database, "locks"), testing.record() as locks, pytest.raises(LockError) as caught:
+        actor.call(subject.lock("k", timeout=0), "acquire")
     [attempt] = locks.history
     assert (attempt.outcome, attempt.error) == ("failed", caught.value)
 
@@ -166,11 +161,9 @@ def test_in_one_in_another(sqlite: object, engine: Engine) -> None:
         second = inner.__enter__()
         with lock:
             outer.__exit__(None, None, None)
-            with lock:
-                pass
+            cycle(lock)
     inner.__exit__(None, None, None)
-    with lock:
-        pass
+    cycle(lock)
     assert (len(first.history), len(second.history)) == (2, 2)
 
 
@@ -178,7 +171,7 @@ def test_in_one_in_another(sqlite: object, engine: Engine) -> None:
 def test_an_engine_in_memory(shared: bool) -> None:
     """Whether its threads share one database or not."""
     options: dict[str, Any] = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}} if shared else {}
-    engine = create_engine("sqlite://", **options)
+    engine = own_engine("sqlite://", **options)
     sqlalchemy_dblock.metadata.create_all(engine)
     with testing.record(engine) as locks:
         with locks.busy("k"):
@@ -190,7 +183,6 @@ def test_an_engine_in_memory(shared: bool) -> None:
         assert not lock.locked()
         with pytest.raises(LockLost):
             lock.release()
-    engine.dispose()
 
 
 def test_on_an_event_loop_it_says_what_to_write(sqlite: object) -> None:
