@@ -362,7 +362,7 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_queueing(alive) == 0
     assert local_queue.offer() is alive
     local_queue.retract(alive)
-    site.local_queues.released("k")
+    process.site.local_queues.released("k")
     stuck.wakeup._loop = None
     assert local_queue.until_queueing(stuck) > 0
     alive.leave()
