@@ -33,11 +33,6 @@ def end_key(key: str) -> str:
     return f"{key}{END}"
 
 
-def is_internal(key: str) -> bool:
-    """Whether a row is the protocol's own and never shown: an end key, or what majorities know of a server."""
-    return key.startswith(SHARE) or key.endswith(END)
-
-
 def refuse_several(databases: object, what: str) -> None:
     """Raise TypeError for a list of databases: semaphores and read-write locks are in one."""
     if isinstance(databases, list | tuple):
@@ -62,18 +57,6 @@ def reader_key(key: str, name: str) -> str:
 def slot_key(key: str, slot: int) -> str:
     """The key of a slot; their order is that of their numbers."""
     return f"{key}{SHARE}p {slot:05d}"
-
-
-def row_key(shown: str) -> str:
-    """The key of the share that `printable` shows so; the same text if it shows none."""
-    found = _SHOWN.fullmatch(shown)
-    if found is None:
-        return shown
-    door, slot, name = found.groups()
-    return slot_key(door, int(slot)) if slot else reader_key(door, name.zfill(16))
-
-
-_SHOWN: Final = re.compile(r"(.+) \((?:permit ([0-9]{1,5})|reader ([0-9a-f]{1,16}))\)", re.DOTALL)
 
 
 def valid_row_key(key: object) -> str:

@@ -62,12 +62,6 @@ def token_text(token: Token) -> str:
     return prefix + _packed([*token.tenure, token.ttl, token.grace, token.min_hold])
 
 
-def kind_of(key: str) -> KeyKind:
-    """What the key of a row is used for, as far as the key says."""
-    share = key.partition(SHARE)[2]
-    return KeyKind.LOCK if not share else KeyKind.SEMAPHORE if share.startswith("p") else KeyKind.READ_WRITE
-
-
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(*_MALFORMED):
@@ -77,7 +71,9 @@ def valid_token(text: object) -> Token:
             raise ValueError
         tenure = Tenure(valid_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
-        return Token(tenure, *spans, kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
+        share = tenure.key.partition(SHARE)[2]
+        kind = KeyKind.READ_WRITE if writes or share else KeyKind.LOCK
+        return Token(tenure, *spans, kind=KeyKind.SEMAPHORE if share.startswith("p") else kind)
     del text  # an error report may show the locals
     raise InvalidToken("this is not a token made by detach()")
 

@@ -27,7 +27,7 @@ from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
-from dblock.core.share_keys import is_internal, valid_row_key
+from dblock.core.share_keys import END, valid_row_key
 from dblock.core.validation import valid_text
 from dblock.core.values import QUARANTINE, SHARE, Identity, LockInfo
 from dblock.operating.pins import pinned
@@ -103,6 +103,11 @@ def survey(
         told = [row._replace(pinned=pins.get(row.info.key)) for row in read]
         found += [row for row in told if (free or row.state != "free") and not is_internal(row.info.key)]
     return found
+
+
+def is_internal(key: str) -> bool:
+    """Whether a row is the protocol's own and never shown: an end key, or what majorities know of a server."""
+    return key.startswith(SHARE) or key.endswith(END)
 
 
 def may_be_pinned(row: Surveyed) -> bool:

@@ -19,7 +19,7 @@ from dblock.core.connections.tracebacks import leave_out_driver
 from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreUnanswered, StoreUnreachable
 from dblock.core.lock import failures
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
+from dblock.core.protocol.steps import Execute, Rows, Runner, Sleep, Wait
 from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
 
 E = TypeVar("E", bound=LockError)
@@ -43,7 +43,7 @@ class ConnectionSource(Protocol):
         ...
 
 
-class BaseStore:
+class BaseStore(Runner):
     """A database, and the lock's connections to it."""
 
     database: Database
@@ -53,8 +53,6 @@ class BaseStore:
     pins = True
     """Whether guard() can pin a row in a transaction of the caller."""
     _source: ConnectionSource
-    name: str
-    """Name of the database, without secrets, for events and logs."""
     _described: str
     """Name of the database in messages."""
     _create_table: str
@@ -182,10 +180,6 @@ class BaseStore:
     def _why_locked(self, error: BaseException) -> str:
         """A likely reason why the whole database is locked, for messages."""
         return "somebody's transaction, your own perhaps, has been writing all the time"
-
-    async def aexecute(self, step: Execute) -> Rows:
-        """Run the statement on the running event loop."""
-        raise NotImplementedError
 
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
         statement = step.statement

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate, isawaitable
 from typing import Any, NoReturn, TypeVar
 
@@ -149,17 +148,11 @@ def plain_task(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | N
 
 async def to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
     """Await the work in a task of its own, and collect cancellations of this task in the list `put_off`."""
-    task = plain_task(work)
+    task, ended = plain_task(work), asyncio.Event()  # asyncio.wait() costs more
+    task.add_done_callback(lambda _: ended.set())
     while not task.done():
-        ended = task.get_loop().create_future()  # as asyncio.wait() does, which costs twice as much
-        task.add_done_callback(partial(_wake, ended))
         try:
-            await ended
+            _ = await ended.wait()
         except asyncio.CancelledError as cancelled:
             put_off.append(cancelled)
     return task.result()
-
-
-def _wake(ended: Any, _: object) -> None:
-    if not ended.done():
-        ended.set_result(None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
@@ -18,12 +19,15 @@ from dblock.core.protocol.epoch import Quarantine
 from dblock.core.protocol.sending import ask
 from dblock.core.protocol.steps import Rows
 from dblock.core.protocol.store import Store
-from dblock.core.share_keys import row_key, valid_row_key
+from dblock.core.share_keys import reader_key, slot_key, valid_row_key
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.values import LockInfo
 from dblock.operating import administration
 from dblock.operating.administration import PAGE, Surveyed
 from dblock.operating.pins import pinned
+
+_SHARE: Final = re.compile(r"(.+) \((?:permit ([0-9]{1,5})|reader ([0-9a-f]{1,16}))\)", re.DOTALL)
+"""A share's key as `printable` shows it."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,11 @@ class Context:
 
     def row_key(self, key: str) -> str:
         """The key of the row that is meant: of a share, if `key` is how its key is shown and no row has that key."""
-        share = row_key(key)
-        return key if share == key or self.inspect(key) is not None else share
+        found = _SHARE.fullmatch(key)
+        if found is None or self.inspect(key) is not None:
+            return key
+        door, slot, name = found.groups()
+        return slot_key(door, int(slot)) if slot else reader_key(door, name.zfill(16))
 
     def pinned(self, key: str) -> Pinned | None:
         """The transaction that keeps a key from being taken, or will when its tenure is over."""
