@@ -47,6 +47,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from dblock.core import timing
@@ -73,11 +74,7 @@ class QuorumUnavailable(LockStoreError):
     (Where a majority answers, and others hold the key, it is a LockTimeout.)
     """
 
-    answers: Mapping[str, str]
-
-    def __init__(self, message: str = "", *, key: str | None = None, answers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message, key=key)
-        self.answers = dict(answers or {})
+    answers: Mapping[str, str] = MappingProxyType({})
 
 
 def majority(databases: int) -> int:
