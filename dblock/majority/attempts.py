@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, timing
 from dblock.core.acquire.request import Refused
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dblock.majority.base import BaseQuorumLock
 
 T = TypeVar("T")
+Enough = Callable[[Collection[Ask[Any]]], bool]
+"""Whether these asks have been answered well enough."""
 
 
 class Attempts:
@@ -106,16 +108,15 @@ class Attempts:
 
     def abandon(self) -> None:
         """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
-        held = self.held
-        for each in held.members if held is not None else ():
+        for each in self.members:
             hold = self.flow.holds.get((each.store, each.lock.key))
             if hold is not None and hold.entered_by(each.lock):  # interrupted before it was noted
                 each.hold = hold
         for each in self.members:
             for ask in each.asked if each.hold is None else ():
                 ask.leave(self.asks)
-        if held is not None:
-            held.abandon(self.entry)
+        if self.held is not None:
+            self.held.abandon(self.entry)
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
         attempt = protocol.attempt(len(self.members), self.lock._ttl)
@@ -163,16 +164,13 @@ class Attempts:
         Or all of them at once, if nobody is known to want the key.
         """
         site, key = self.members[0].site, self.lock.key
-        if not site.expects_contention(key) and not any(each.is_held_here() for each in self.members):
+        if not site.expects_contention(key):
             granted = yield from self._take(self.members, proposed)
             if len(granted) >= self.needed:
                 return granted
-            if not self.busy:  # too few can be asked
-                return []
-            site.note_contention(key)
-            yield from self._give_all_back()
-            if self._left() == 0:
-                return []
+            if self.busy and self._left() > 0:  # else too few can be asked, or it does not wait
+                site.note_contention(key)
+            return []
         silent = [each for each in self.members if self.asks.is_silent(each.store)]
         for each in self.members:
             if each in silent:
@@ -192,7 +190,7 @@ class Attempts:
         yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             self._note_busy()
-            found = yield from self._look(self.members, lambda: not ask.pending())
+            found = yield from self._look(self.members, lambda _: not ask.pending())
             if ask.pending() and member not in found:
                 self.asks.not_answered(ask)
                 break
@@ -206,12 +204,9 @@ class Attempts:
         self._note_takes(self._heard({member: ask}))
         return member.grant is not None
 
-    def _look(
-        self, whom: Sequence[Member], enough: Callable[[], bool] = lambda: False
-    ) -> Steps[dict[Member, LockInfo | None]]:
+    def _look(self, whom: Sequence[Member], enough: Enough = lambda _: False) -> Steps[dict[Member, LockInfo | None]]:
         """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
-        looks = {each: each.ask(each.look(self.limit), self._wakeup, reads=True) for each in whom}
-        found = yield from self._answers(looks, enough)
+        found = yield from self._answers({each: each.look(self.limit) for each in whom}, enough, reads=True)
         for each, info in found.items():
             if info is not None and info.state == "held":
                 each.note(f"held by {info}")
@@ -219,19 +214,16 @@ class Attempts:
 
     def _take(self, whom: Sequence[Member], proposed: int) -> Steps[list[Member]]:
         before = sum(each.grant is not None for each in self.members)
-        takes = {each: each.ask(each.take(0.0, proposed, self.slow_wait), self._wakeup) for each in whom}
-
-        def enough() -> bool:
-            return before + sum(isinstance(ask.result, Grant) for ask in takes.values()) >= self.needed
-
-        self._note_takes((yield from self._answers(takes, enough)))
+        takes = {each: each.take(0.0, proposed) for each in whom}
+        found = yield from self._answers(
+            takes, lambda asks: before + sum(isinstance(ask.result, Grant) for ask in asks) >= self.needed
+        )
+        self._note_takes(found)
         return [each for each in whom if each.grant is not None]
 
     def _confirm(self, whom: Sequence[Member], fence: int) -> Steps[list[Member]]:
         until = clock.now() + self.limit
-        grants = [(each, cast("Grant", each.grant)) for each in whom]
-        asks = {each: each.ask(each.confirm(grant, fence, until), self._wakeup) for each, grant in grants}
-        found = yield from self._answers(asks)
+        found = yield from self._answers({each: each.confirm(cast("Grant", each.grant), fence, until) for each in whom})
         for each, grant in found.items():
             if grant is None:
                 each.note("lost before it was confirmed")
@@ -242,9 +234,10 @@ class Attempts:
     # -- what was heard
 
     def _answers(
-        self, asks: Mapping[Member, Ask[T]], enough: Callable[[], bool] = lambda: False
+        self, steps: Mapping[Member, Steps[T]], enough: Enough = lambda _: False, *, reads: bool = False
     ) -> Steps[dict[Member, T]]:
         """What those have answered that do in time, or until there is enough."""
+        asks = {each: each.ask(its, self._wakeup, reads=reads) for each, its in steps.items()}
         yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough)
         return self._heard(asks)
 

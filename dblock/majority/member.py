@@ -91,18 +91,19 @@ class Member:
 
     # -- steps
 
-    def take(self, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None) -> Steps[Grant | No]:
+    def take(self, timeout: float = 0.0, proposed: int = 0, slow_wait: SlowWait | None = None) -> Steps[Grant | No]:
         """Take the key, if the database counts (`protocol.standing`); with the proposed fence if the key is free.
 
         Raises StoreBusy if nobody holds it and it cannot be taken: it does not count, or a transaction prevents it.
         """
         said: Rows = ()
         found: Grant | Refused | None = None
-        likely = self.is_held_here() or self.site.expects_contention(self.lock.key)
-        if proposed and not likely and self.database.answers():
+        if proposed and self.database.answers() and not self.site.expects_contention(self.lock.key):
             found, said = yield from self._take_at_once(proposed)
         if found is None:
-            found = yield from self._take_or_wait(timeout, slow_wait or SlowWait())
+            attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
+            attempt.slow_wait = slow_wait or attempt.slow_wait
+            found = yield from self.lock._take(attempt)
         if isinstance(found, Refused):
             return (yield from self._why_not(found))
         undo = partial(self.give_back, found.tenure.owner)
@@ -111,10 +112,6 @@ class Member:
             return found
         yield from undo()
         raise StoreBusy(f"new, or restarted: counts in {left:.1f} s", key=self.lock.key)
-
-    def is_held_here(self) -> bool:
-        """Whether a flow of this process holds the key there."""
-        return runtime.current.watchdog.hold_of(self.store, self.lock.key) is not None
 
     def _soon(self) -> float:
         """The local time until which a statement without waiting is tried."""
@@ -136,11 +133,6 @@ class Member:
             _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
             raise
         return found or (None, ())
-
-    def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-        attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
-        attempt.slow_wait = slow_wait
-        return self.lock._take(attempt)
 
     def _why_not(self, refused: Refused) -> Steps[No]:
         holder = refused.holder
