@@ -128,7 +128,7 @@ class Asks:
 
     # -- asking
 
-    def ask(self, ask: Ask[Any], *, anyway: bool = False) -> Ask[Any]:
+    def ask(self, ask: Ask[T], *, anyway: bool = False) -> Ask[T]:
         """Begin an ask, unless its database is silent and is being asked already; `anyway`: also then."""
         health = self._of(ask.store)
         known = health.error  # read once: the ask under way may be answered meanwhile

@@ -59,6 +59,8 @@ class Attempts:
         self.holder: LockInfo | None = None
         self.held: Held | None = None
         """What the flow has entered."""
+        self.asked: list[tuple[Member, Ask[Any]]] = []
+        """What was asked in the present attempt."""
         self._wakeup = Wakeup()
 
     def run(self) -> Steps[Held | Refused]:
@@ -84,9 +86,9 @@ class Attempts:
         return max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
-        self.busy, self.held = False, None
+        self.busy, self.held, self.asked = False, None, []
         for each in self.members:
-            each.grant, each.asked = None, []
+            each.grant = None
         got = yield from self._rounds(protocol.propose())
         if got is None:
             yield from self._give_all_back()
@@ -112,8 +114,8 @@ class Attempts:
             hold = self.flow.holds.get((each.store, each.lock.key))
             if hold is not None and hold.entered_by(each.lock):  # interrupted before it was noted
                 each.hold = hold
-        for each in self.members:
-            for ask in each.asked if each.hold is None else ():
+        for member, ask in self.asked:
+            if member.hold is None:
                 ask.leave(self.asks)
         if self.held is not None:
             self.held.abandon(self.entry)
@@ -186,7 +188,7 @@ class Attempts:
 
         Not any more when it does not answer, or when nobody has the key in a majority of the databases.
         """
-        ask = member.ask(member.take(self._left(), 0, self.slow_wait), self._wakeup)
+        ask = self._ask(member, member.take(self._left(), 0, self.slow_wait))
         yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             self._note_busy()
@@ -231,13 +233,19 @@ class Attempts:
                 each.grant = grant
         return [each for each, grant in found.items() if grant is not None]
 
-    # -- what was heard
+    # -- asking
+
+    def _ask(self, member: Member, steps: Steps[T], *, reads: bool = False) -> Ask[T]:
+        """Begin the steps; what they get after the caller has gone is given back, unless they only read."""
+        ask = Ask(member.store, steps, self._wakeup, None if reads else member.undo)
+        self.asked = [*self.asked, (member, ask)]
+        return self.asks.ask(ask)
 
     def _answers(
         self, steps: Mapping[Member, Steps[T]], enough: Enough = lambda _: False, *, reads: bool = False
     ) -> Steps[dict[Member, T]]:
         """What those have answered that do in time, or until there is enough."""
-        asks = {each: each.ask(its, self._wakeup, reads=reads) for each, its in steps.items()}
+        asks = {each: self._ask(each, its, reads=reads) for each, its in steps.items()}
         yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough)
         return self._heard(asks)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -36,12 +36,8 @@ from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
-from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
-from dblock.majority.asking import Ask, the_asks
 from dblock.majority.protocol import QuorumUnavailable
-
-T = TypeVar("T")
 
 
 class No(NamedTuple):
@@ -71,8 +67,6 @@ class Member:
         self.name, self.database, self.site = self.store.name, self.store.database, runtime.current.site(self.store)
         self.lock = copy.copy(lock)
         self.lock._flow = flow
-        self.asked: list[Ask[Any]] = []
-        """What was asked in the present attempt."""
 
     @property
     def loss(self) -> Loss | None:
@@ -82,12 +76,6 @@ class Member:
     def note(self, said: str, *, cannot: bool = False) -> None:
         """Remember its answer."""
         self.said, self.cannot = said, cannot
-
-    def ask(self, steps: Steps[T], wakeup: Wakeup, *, reads: bool = False) -> Ask[T]:
-        """Begin the steps; what they get after the caller has gone is given back, unless they only read."""
-        ask = Ask(self.store, steps, wakeup, None if reads else self.undo)
-        self.asked = [*self.asked, ask]
-        return cast("Ask[T]", the_asks().ask(ask))
 
     # -- steps
 

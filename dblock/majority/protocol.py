@@ -123,13 +123,11 @@ class Majority(NamedTuple):
     confirmed: Mapping[int, Answer]
 
 
-Answers = tuple[Mapping[int, Answer], float]
-"""What the databases of a round have granted or confirmed, and the local time."""
-Attempt = Generator[Round, Answers, Majority | None]
+def attempt(databases: int, ttl: float) -> Generator[Round, tuple[Mapping[int, Answer], float], Majority | None]:
+    """One attempt to get a majority; None if there was none, or too little of its time is left.
 
-
-def attempt(databases: int, ttl: float) -> Attempt:
-    """One attempt to get a majority; None if there was none, or too little of its time is left."""
+    It is sent what the databases of a round have granted or confirmed, and the local time.
+    """
     quorum, everybody = majority(databases), range(databases)
     granted, now = yield Round(What.QUEUE, everybody)
     if not granted:
