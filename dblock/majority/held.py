@@ -47,13 +47,6 @@ class Databases:
     history: ClassVar = ""
 
 
-class _Loss(Loss):
-    """The loss of a majority, of which its words say all."""
-
-    def __str__(self) -> str:
-        return self.words
-
-
 class Trust(Lease):
     """The lease of a majority: it is trusted until the q-th latest moment of those of its databases."""
 
@@ -86,7 +79,7 @@ class Trust(Lease):
         with self._mutex:
             reasons = [each.loss.reason for each in held.members if each.loss is not None]
             reason = loss.reason if loss is not None else reasons[-1] if reasons else Reason.EXPIRED
-            return super().lose(_Loss(reason, words=held.why())) and held.renew_no_more()
+            return super().lose(Loss(reason, words=held.why())) and held.renew_no_more()
 
 
 class Held(Hold):
