@@ -77,9 +77,11 @@ class Trust(Lease):
         """Mark it lost, for good; without a loss for the reason of a database. False if it was already."""
         held = self._held
         with self._mutex:
-            reasons = [each.loss.reason for each in held.members if each.loss is not None]
-            reason = loss.reason if loss is not None else reasons[-1] if reasons else Reason.EXPIRED
-            return super().lose(Loss(reason, words=held.why())) and held.renew_no_more()
+            lost = {each.name: each.loss.reason for each in held.members if each.loss is not None}
+            reason = loss.reason if loss is not None else [Reason.EXPIRED, *lost.values()][-1]
+            said = listed({**answers(held.members), **{name: f"lost, {why}" for name, why in lost.items()}})
+            words = f"fewer than {held.quorum} of {len(held.members)} databases could be trusted: {said}"
+            return super().lose(Loss(reason, words=words)) and held.renew_no_more()
 
 
 class Held(Hold):
@@ -102,12 +104,6 @@ class Held(Hold):
     def holds(self) -> list[Hold]:
         """What is held of the databases, or was lost."""
         return [hold for each in self.members if (hold := each.hold) is not None]
-
-    def why(self) -> str:
-        """Why it is lost, for people."""
-        lost = {each.name: f"lost, {each.loss.reason}" for each in self.members if each.loss is not None}
-        told = {**answers(self.members), **lost}
-        return f"fewer than {self.quorum} of {len(self.members)} databases could be trusted: {listed(told)}"
 
     def alive(self) -> object:
         """None once nobody can leave it who has not; then its databases are renewed no more."""
