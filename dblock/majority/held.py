@@ -94,7 +94,6 @@ class Held(Hold):
         self.lock, self.members, self.quorum = lock, members, lock._quorum
         self.lease: Trust = Trust(self, grant)
         self.loop = asyncio.get_running_loop() if members[0].store.asynchronous else None
-        self._at_risk = False
         for each in members:
             told: Any = each.lock
             told._majority = self.store.name
@@ -134,8 +133,8 @@ class Held(Hold):
         """What happens in one of the databases is told once: that all is at risk, and that it was asked back."""
         told = True
         if of == "on_at_risk":
-            told, self._at_risk = self._at_risk, self.lease.state == "at_risk"
-            told = told or not self._at_risk
+            told, self.risk_reported = self.risk_reported, self.lease.state == "at_risk"
+            told = told or not self.risk_reported
         elif of == "on_revoke":
             told, self.revoked = self.revoked is not None, known["words"]
         return [] if told else self.lock._who_hears(of, **known)
