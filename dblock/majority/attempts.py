@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, timing
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockStoreError, LockTimeout
 from dblock.core.holding.flow import Entry, Flow
 from dblock.core.protocol.steps import Steps, sleep
@@ -52,7 +51,6 @@ class Attempts:
         self.members = lock._members_of(flow)
         self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
         self.deadline = math.inf if timeout is None else clock.now() + timeout
-        self.slow_wait = SlowWait(lock._members[0]._slow_wait)
         self.busy = False
         """Whether others had the key in a database, in the present attempt."""
         self.contended = contended
@@ -188,7 +186,7 @@ class Attempts:
 
         Not any more when it does not answer, or when nobody has the key in a majority of the databases.
         """
-        ask = self._ask(member, member.take(self._left(), 0, self.slow_wait))
+        ask = self._ask(member, member.take(self._left()))
         yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             self._note_busy()

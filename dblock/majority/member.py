@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -79,7 +78,7 @@ class Member:
 
     # -- steps
 
-    def take(self, timeout: float = 0.0, proposed: int = 0, slow_wait: SlowWait | None = None) -> Steps[Grant | No]:
+    def take(self, timeout: float = 0.0, proposed: int = 0) -> Steps[Grant | No]:
         """Take the key, if the database counts (`protocol.standing`); with the proposed fence if the key is free.
 
         Raises StoreBusy if nobody holds it and it cannot be taken: it does not count, or a transaction prevents it.
@@ -89,9 +88,7 @@ class Member:
         if proposed and self.database.answers() and not self.site.expects_contention(self.lock.key):
             found, said = yield from self._take_at_once(proposed)
         if found is None:
-            attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
-            attempt.slow_wait = slow_wait or attempt.slow_wait
-            found = yield from self.lock._take(attempt)
+            found = yield from self.lock._take(entering.attempt_of(self.lock, self.store, self.flow, timeout))
         if isinstance(found, Refused):
             return (yield from self._why_not(found))
         undo = partial(self.give_back, found.tenure.owner)
