@@ -89,7 +89,7 @@ class Attempts:
             each.grant = None
         got = yield from self._rounds(protocol.propose())
         if got is None:
-            yield from self._give_all_back()
+            yield from self._give_back()
             return None
         grants = [(each, each.grant) for each in self.members if each.grant and each.number in got.confirmed]
         _, first = grants[0]
@@ -97,7 +97,7 @@ class Attempts:
         self.held = held = Held(self.lock, self.flow, self.members, whole, self.entry)
         for each, grant in grants:
             yield from each.enter(grant, self.entry.kind, held.alive)
-        self._give_back_later()
+        yield from self._give_back()
         if held.lease.remaining() > 0:
             held.grow_at(clock.now() + held.lease.ttl / 3)
             self.asks.held.add(held)
@@ -143,18 +143,10 @@ class Attempts:
 
     # -- giving back
 
-    def _give_all_back(self) -> Steps[None]:
-        """Give back what was granted; what is not answered in time goes on."""
-        back = {each: each.undo(each.grant) for each in self.members if each.grant is not None}
+    def _give_back(self) -> Steps[None]:
+        """Give back what was granted and is not held; what is not answered in time goes on."""
+        back = {each: each.undo(each.grant) for each in self.members if each.grant is not None and each.hold is None}
         _ = yield from self.asks.hear(back, self.limit, anyway=True)
-        for each in back:
-            each.grant = None
-
-    def _give_back_later(self) -> None:
-        """Give back, in the background, what was granted and is not held."""
-        for each in self.members:
-            if each.grant is not None and each.hold is None:
-                self.asks.begin(each.store, each.undo(each.grant))
 
     # -- rounds
 
