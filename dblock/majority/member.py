@@ -16,15 +16,14 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
+    PASSING,
     LockError,
     LockLost,
     LockNotHeld,
     LockStoreError,
     Loss,
     StoreBusy,
-    StoreConflict,
     StoreUnanswered,
-    StoreUnreachable,
 )
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
@@ -112,11 +111,10 @@ class Member:
         taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
             found = yield from undone(taking, partial(self.give_back, owner), LockStoreError)
-        except (StoreConflict, StoreUnreachable):
+        except PASSING as error:
+            if isinstance(error, StoreUnanswered):  # by a connection that was idle while the server restarted, say
+                _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
             return None, ()
-        except StoreUnanswered:
-            _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
-            raise
         return found or (None, ())
 
     def _why_not(self, refused: Refused) -> Steps[No]:
