@@ -51,14 +51,12 @@ class Ask(Generic[T]):
         """Whether its steps have ended with a result, or with an error of the lock."""
         self.result: T | None = None
         self.error: LockError | None = None
-        self.left = False
-        """Whether its caller has gone: a result is undone."""
         self.prompt = True
         """Whether its caller waits for it: its database was not silent when it was begun, nor, for a take, pinned."""
         self.among: Collection[Ask[Any]] = ()
         """Those for whose answers its caller waits together: the last prompt one wakes it."""
         self.cancel = Cancel()
-        """Set when it is left."""
+        """Set when its caller leaves it: a result is undone."""
         self.health = Health()
         """That of its database."""
         self.undo, self._steps, self._caller = undo, steps, wakeup
@@ -66,16 +64,15 @@ class Ask(Generic[T]):
 
     def pending(self) -> bool:
         """Whether it has not been answered, nor left."""
-        return not (self.answered or self.left)
+        return not (self.answered or self.cancel.is_set)
 
     def leave(self, asks: Asks) -> None:
         """Let it go: what it got, or gets later, is undone in the background."""
         with self._mutex:
-            answered = self.answered and not self.left
-            self.left = True
-        if answered:
+            undone = self.answered and not self.cancel.is_set
+            self.cancel.set()
+        if undone:
             asks.begin(self.store, self._undone())
-        self.cancel.set()
 
     def work(self) -> Steps[None]:
         """Run the steps to their end."""
@@ -89,7 +86,6 @@ class Ask(Generic[T]):
             error = raised
         except Exception as raised:  # noqa: BLE001 - no caller waits for it here
             error = LockStoreError(f"{self.store.name} could not be asked: {raised!r}")
-            error.__cause__ = raised
         finally:
             self.health.asked_until = 0.0
         busy = isinstance(error, StoreBusy)
@@ -98,7 +94,7 @@ class Ask(Generic[T]):
             self.health.pinned = busy
         with self._mutex:
             self.result, self.error, self.answered = result, error, True
-            left = self.left
+            left = self.cancel.is_set
         if left:
             self.cancel.over = True
             yield from self._undone()
@@ -132,7 +128,7 @@ class Asks:
 
     # -- asking
 
-    def ask(self, ask: Ask[Any], *, anyway: bool = False) -> Ask[Any]:
+    def ask(self, ask: Ask[T], *, anyway: bool = False) -> Ask[T]:
         """Begin an ask, unless its database is silent and is being asked already; `anyway`: also then."""
         health = self._of(ask.store)
         known = health.error  # read once: the ask under way may be answered meanwhile
@@ -140,9 +136,8 @@ class Asks:
             ask.health, ask.prompt = health, known is None and not (health.pinned and ask.undo)
             self.begin(ask.store, ask.work(), ask.cancel)
             return ask
-        error = LockStoreError(f"is being asked again, after: {known or 'no answer for a while'}")
-        error.__cause__ = known and known.__cause__
-        ask.error, ask.answered = error, True
+        ask.error = LockStoreError(f"is being asked again, after: {known or 'no answer for a while'}")
+        ask.answered = True
         return ask
 
     def is_silent(self, store: Store) -> bool:
@@ -155,7 +150,7 @@ class Asks:
         asks: Collection[Ask[Any]],
         limit: float,
         wakeup: Wakeup,
-        enough: Callable[[], bool] = lambda: False,
+        enough: Callable[[Collection[Ask[Any]]], bool] = lambda _: False,
         *,
         waits: bool = False,
     ) -> Steps[None]:
@@ -170,7 +165,7 @@ class Asks:
             _ = wakeup.consume()
             pending = [ask for ask in asks if ask.pending()]
             left = until - clock.now()
-            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
+            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough(asks)):
                 break
             yield from wait(pending[0].store, left, wakeup)
         for ask in pending if not waits else ():
@@ -182,7 +177,7 @@ class Asks:
         """What each database has answered, or how it failed; `anyway`: also a silent one is asked."""
         wakeup = Wakeup()
         asks = {each: self.ask(Ask(each.store, its, wakeup), anyway=anyway) for each, its in steps.items()}
-        yield from self.gather(asks.values(), limit, wakeup, lambda: True)
+        yield from self.gather(asks.values(), limit, wakeup, lambda _: True)
         return {each: ask.error or cast("T", ask.result) for each, ask in asks.items() if ask.answered}
 
     def not_answered(self, ask: Ask[Any]) -> None:
@@ -255,5 +250,5 @@ def missing() -> dict[str, bool]:
     with asks._mutex:
         found = {store.name: asks.is_silent(store) for store in asks._health}
     for held in list(asks.held):
-        found |= dict.fromkeys(held.missing(), True)
+        found |= dict.fromkeys((each.name for each in held.missing() if held.entries and not held.lease.loss), True)
     return found

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, timing
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockStoreError, LockTimeout
 from dblock.core.holding.flow import Entry, Flow
 from dblock.core.protocol.steps import Steps, sleep
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from dblock.majority.base import BaseQuorumLock
 
 T = TypeVar("T")
+Enough = Callable[[Collection[Ask[Any]]], bool]
+"""Whether these asks have been answered well enough."""
 
 
 class Attempts:
@@ -50,13 +51,14 @@ class Attempts:
         self.members = lock._members_of(flow)
         self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
         self.deadline = math.inf if timeout is None else clock.now() + timeout
-        self.slow_wait = SlowWait(lock._members[0]._slow_wait)
         self.busy = False
         """Whether others had the key in a database, in the present attempt."""
         self.contended = contended
         self.holder: LockInfo | None = None
         self.held: Held | None = None
         """What the flow has entered."""
+        self.asked: list[tuple[Member, Ask[Any]]] = []
+        """What was asked in the present attempt."""
         self._wakeup = Wakeup()
 
     def run(self) -> Steps[Held | Refused]:
@@ -82,12 +84,12 @@ class Attempts:
         return max(self.deadline - clock.now(), 0.0)
 
     def _once(self) -> Steps[Held | None]:
-        self.busy, self.held = False, None
+        self.busy, self.held, self.asked = False, None, []
         for each in self.members:
-            each.grant, each.asked = None, []
+            each.grant = None
         got = yield from self._rounds(protocol.propose())
         if got is None:
-            yield from self._give_all_back()
+            yield from self._give_back()
             return None
         grants = [(each, each.grant) for each in self.members if each.grant and each.number in got.confirmed]
         _, first = grants[0]
@@ -95,7 +97,7 @@ class Attempts:
         self.held = held = Held(self.lock, self.flow, self.members, whole, self.entry)
         for each, grant in grants:
             yield from each.enter(grant, self.entry.kind, held.alive)
-        self._give_back_later()
+        yield from self._give_back()
         if held.lease.remaining() > 0:
             held.grow_at(clock.now() + held.lease.ttl / 3)
             self.asks.held.add(held)
@@ -106,16 +108,15 @@ class Attempts:
 
     def abandon(self) -> None:
         """After an interrupt: give back, in the background, what the attempt has got, or gets later."""
-        held = self.held
-        for each in held.members if held is not None else ():
+        for each in self.members:
             hold = self.flow.holds.get((each.store, each.lock.key))
             if hold is not None and hold.entered_by(each.lock):  # interrupted before it was noted
                 each.hold = hold
-        for each in self.members:
-            for ask in each.asked if each.hold is None else ():
+        for member, ask in self.asked:
+            if member.hold is None:
                 ask.leave(self.asks)
-        if held is not None:
-            held.abandon(self.entry)
+        if self.held is not None:
+            self.held.abandon(self.entry)
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
         attempt = protocol.attempt(len(self.members), self.lock._ttl)
@@ -142,18 +143,10 @@ class Attempts:
 
     # -- giving back
 
-    def _give_all_back(self) -> Steps[None]:
-        """Give back what was granted; what is not answered in time goes on."""
-        back = {each: each.undo(each.grant) for each in self.members if each.grant is not None}
+    def _give_back(self) -> Steps[None]:
+        """Give back what was granted and is not held; what is not answered in time goes on."""
+        back = {each: each.undo(each.grant) for each in self.members if each.grant is not None and each.hold is None}
         _ = yield from self.asks.hear(back, self.limit, anyway=True)
-        for each in back:
-            each.grant = None
-
-    def _give_back_later(self) -> None:
-        """Give back, in the background, what was granted and is not held."""
-        for each in self.members:
-            if each.grant is not None and each.hold is None:
-                self.asks.begin(each.store, each.undo(each.grant))
 
     # -- rounds
 
@@ -163,16 +156,13 @@ class Attempts:
         Or all of them at once, if nobody is known to want the key.
         """
         site, key = self.members[0].site, self.lock.key
-        if not site.expects_contention(key) and not any(each.is_held_here() for each in self.members):
+        if not site.expects_contention(key):
             granted = yield from self._take(self.members, proposed)
             if len(granted) >= self.needed:
                 return granted
-            if not self.busy:  # too few can be asked
-                return []
-            site.note_contention(key)
-            yield from self._give_all_back()
-            if self._left() == 0:
-                return []
+            if self.busy and self._left() > 0:  # else too few can be asked, or it does not wait
+                site.note_contention(key)
+            return []
         silent = [each for each in self.members if self.asks.is_silent(each.store)]
         for each in self.members:
             if each in silent:
@@ -188,11 +178,11 @@ class Attempts:
 
         Not any more when it does not answer, or when nobody has the key in a majority of the databases.
         """
-        ask = member.ask(member.take(self._left(), 0, self.slow_wait), self._wakeup)
+        ask = self._ask(member, member.take(self._left()))
         yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             self._note_busy()
-            found = yield from self._look(self.members, lambda: not ask.pending())
+            found = yield from self._look(self.members, lambda _: not ask.pending())
             if ask.pending() and member not in found:
                 self.asks.not_answered(ask)
                 break
@@ -206,12 +196,9 @@ class Attempts:
         self._note_takes(self._heard({member: ask}))
         return member.grant is not None
 
-    def _look(
-        self, whom: Sequence[Member], enough: Callable[[], bool] = lambda: False
-    ) -> Steps[dict[Member, LockInfo | None]]:
+    def _look(self, whom: Sequence[Member], enough: Enough = lambda _: False) -> Steps[dict[Member, LockInfo | None]]:
         """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
-        looks = {each: each.ask(each.look(self.limit), self._wakeup, reads=True) for each in whom}
-        found = yield from self._answers(looks, enough)
+        found = yield from self._answers({each: each.look(self.limit) for each in whom}, enough, reads=True)
         for each, info in found.items():
             if info is not None and info.state == "held":
                 each.note(f"held by {info}")
@@ -219,19 +206,16 @@ class Attempts:
 
     def _take(self, whom: Sequence[Member], proposed: int) -> Steps[list[Member]]:
         before = sum(each.grant is not None for each in self.members)
-        takes = {each: each.ask(each.take(0.0, proposed, self.slow_wait), self._wakeup) for each in whom}
-
-        def enough() -> bool:
-            return before + sum(isinstance(ask.result, Grant) for ask in takes.values()) >= self.needed
-
-        self._note_takes((yield from self._answers(takes, enough)))
+        takes = {each: each.take(0.0, proposed) for each in whom}
+        found = yield from self._answers(
+            takes, lambda asks: before + sum(isinstance(ask.result, Grant) for ask in asks) >= self.needed
+        )
+        self._note_takes(found)
         return [each for each in whom if each.grant is not None]
 
     def _confirm(self, whom: Sequence[Member], fence: int) -> Steps[list[Member]]:
         until = clock.now() + self.limit
-        grants = [(each, cast("Grant", each.grant)) for each in whom]
-        asks = {each: each.ask(each.confirm(grant, fence, until), self._wakeup) for each, grant in grants}
-        found = yield from self._answers(asks)
+        found = yield from self._answers({each: each.confirm(cast("Grant", each.grant), fence, until) for each in whom})
         for each, grant in found.items():
             if grant is None:
                 each.note("lost before it was confirmed")
@@ -239,12 +223,19 @@ class Attempts:
                 each.grant = grant
         return [each for each, grant in found.items() if grant is not None]
 
-    # -- what was heard
+    # -- asking
+
+    def _ask(self, member: Member, steps: Steps[T], *, reads: bool = False) -> Ask[T]:
+        """Begin the steps; what they get after the caller has gone is given back, unless they only read."""
+        ask = Ask(member.store, steps, self._wakeup, None if reads else member.undo)
+        self.asked = [*self.asked, (member, ask)]
+        return self.asks.ask(ask)
 
     def _answers(
-        self, asks: Mapping[Member, Ask[T]], enough: Callable[[], bool] = lambda: False
+        self, steps: Mapping[Member, Steps[T]], enough: Enough = lambda _: False, *, reads: bool = False
     ) -> Steps[dict[Member, T]]:
         """What those have answered that do in time, or until there is enough."""
+        asks = {each: self._ask(each, its, reads=reads) for each, its in steps.items()}
         yield from self.asks.gather(asks.values(), self.limit, self._wakeup, enough)
         return self._heard(asks)
 

@@ -129,10 +129,6 @@ class BaseQuorumLock(BaseLock):
             raise AttributeError(f"a majority lock has no {name}: {why}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __repr__(self) -> str:
-        held = self.state or "not held here"
-        return f"<{type(self).__name__} {self.key!r} of {len(self._members)} databases: {held}>"
-
     # -- helpers
 
     def _members_of(self, flow: Flow) -> list[Member]:

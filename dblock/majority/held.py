@@ -10,6 +10,7 @@ is added to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.lock.bookkeeping import take_out
-from dblock.core.log import warn
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -45,13 +45,6 @@ class Databases:
     """The first of them, which has the local clock."""
     renewable: ClassVar = False
     history: ClassVar = ""
-
-
-class _Loss(Loss):
-    """The loss of a majority, of which its words say all."""
-
-    def __str__(self) -> str:
-        return self.words
 
 
 class Trust(Lease):
@@ -84,9 +77,11 @@ class Trust(Lease):
         """Mark it lost, for good; without a loss for the reason of a database. False if it was already."""
         held = self._held
         with self._mutex:
-            reasons = [each.loss.reason for each in held.members if each.loss is not None]
-            reason = loss.reason if loss is not None else reasons[-1] if reasons else Reason.EXPIRED
-            return super().lose(_Loss(reason, words=held.why())) and held.renew_no_more()
+            lost = {each.name: each.loss.reason for each in held.members if each.loss is not None}
+            reason = loss.reason if loss is not None else [Reason.EXPIRED, *lost.values()][-1]
+            said = listed({**answers(held.members), **{name: f"lost, {why}" for name, why in lost.items()}})
+            words = f"fewer than {held.quorum} of {len(held.members)} databases could be trusted: {said}"
+            return super().lose(Loss(reason, words=words)) and held.renew_no_more()
 
 
 class Held(Hold):
@@ -97,7 +92,6 @@ class Held(Hold):
         self.lock, self.members, self.quorum = lock, members, lock._quorum
         self.lease: Trust = Trust(self, grant)
         self.loop = asyncio.get_running_loop() if members[0].store.asynchronous else None
-        self._at_risk = False
         for each in members:
             told: Any = each.lock
             told._majority = self.store.name
@@ -107,12 +101,6 @@ class Held(Hold):
     def holds(self) -> list[Hold]:
         """What is held of the databases, or was lost."""
         return [hold for each in self.members if (hold := each.hold) is not None]
-
-    def why(self) -> str:
-        """Why it is lost, for people."""
-        lost = {each.name: f"lost, {each.loss.reason}" for each in self.members if each.loss is not None}
-        told = {**answers(self.members), **lost}
-        return f"fewer than {self.quorum} of {len(self.members)} databases could be trusted: {listed(told)}"
 
     def alive(self) -> object:
         """None once nobody can leave it who has not; then its databases are renewed no more."""
@@ -143,8 +131,8 @@ class Held(Hold):
         """What happens in one of the databases is told once: that all is at risk, and that it was asked back."""
         told = True
         if of == "on_at_risk":
-            told, self._at_risk = self._at_risk, self.lease.state == "at_risk"
-            told = told or not self._at_risk
+            told, self.risk_reported = self.risk_reported, self.lease.state == "at_risk"
+            told = told or not self.risk_reported
         elif of == "on_revoke":
             told, self.revoked = self.revoked is not None, known["words"]
         return [] if told else self.lock._who_hears(of, **known)
@@ -156,33 +144,27 @@ class Held(Hold):
         good = clock.now() < self.lease.acquired + self.max_hold and self.lease.remaining() > 0
         return good and self.can_be_released and not self.orphaned
 
-    def _missing(self) -> list[Member]:
+    def missing(self) -> list[Member]:
         """The databases that are not held."""
         return [each for each in self.members if each.hold is None or each.loss is not None]
 
-    def missing(self) -> list[str]:
-        """The names of the databases that it goes without."""
-        return [each.name for each in self._missing()] if self.entries and not self.lease.loss else []
-
     def grow_at(self, moment: float) -> None:
         """Ask the missing databases again at that local time, and so on."""
-        if self._missing():
+        if self.missing():
             runtime.current.deadlines.arm(self._grow, moment)
 
     def _grow(self) -> None:
         """Ask the missing databases, without waiting for their answers: the moment has come."""
-        try:
-            if self._is_live():
-                self.grow_at(clock.now() + self.lease.ttl / 3)  # first: what is lost from now on is asked at once
-                if self.loop is None:
-                    self._ask_missing()
-                elif not self.loop.is_closed():
+        if self._is_live():
+            self.grow_at(clock.now() + self.lease.ttl / 3)  # first: what is lost from now on is asked at once
+            if self.loop is None:
+                self._ask_missing()
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     self.loop.call_soon_threadsafe(self._ask_missing)
-        except Exception as error:  # noqa: BLE001 - others depend on this thread
-            warn("could not ask the missing databases of %r: %r", self.key, error)
 
     def _ask_missing(self) -> None:
-        for each in self._missing():
+        for each in self.missing():
             _ = the_asks().ask(Ask(each.store, self._take_again(each), Wakeup()))
 
     def _take_again(self, member: Member) -> Steps[None]:
@@ -190,7 +172,7 @@ class Held(Hold):
         grant: Grant | None = None
         why = ""
         try:
-            found = yield from member.take(0.0)
+            found = yield from member.take()
             if isinstance(found, No):
                 why = found.why
             else:
@@ -199,7 +181,7 @@ class Held(Hold):
         except LockStoreError as error:
             why = short(error, member)
         with self.lease._mutex:
-            is_missing = member in self._missing()  # else another ask has got it meanwhile
+            is_missing = member in self.missing()  # else another ask has got it meanwhile
             if grant is not None and is_missing and self._is_live():
                 yield from member.enter(grant, self.entries[0].kind, self.alive)
                 member.note("granted")
@@ -214,7 +196,7 @@ class Held(Hold):
     def each(self, steps: Callable[[Member], Steps[bool]]) -> Steps[bool]:
         """Whether a majority of the databases answers True; raises LockLost, or QuorumUnavailable."""
         limit, said = self.lock._limit, answers(self.members)
-        asked = {each: steps(each) for each in self.members if each not in self._missing()}
+        asked = {each: steps(each) for each in self.members if each not in self.missing()}
         heard = yield from the_asks().hear(asked, limit)
         for each in asked:
             answer = heard.get(each, f"no answer in {limit:.2g} s")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from dblock.core.lock.locks import AsyncLock, SyncLock, refuses
+from dblock.core.lock.locks import AsyncLock, SyncLock
 from dblock.core.values import LockInfo
 from dblock.majority.base import BaseQuorumLock
 
@@ -18,9 +16,6 @@ class SyncQuorumLock(BaseQuorumLock, SyncLock):
     def inspect(self) -> dict[str, LockInfo | None]:  # type: ignore[override]
         """The key's row in each database that answers, by its name."""
         return self._drive(self._rows())
-
-    if not TYPE_CHECKING:  # hidden from type checkers
-        __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or AsyncEngines")
 
 
 class AsyncQuorumLock(BaseQuorumLock, AsyncLock):

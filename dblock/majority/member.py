@@ -10,22 +10,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import (
+    PASSING,
     LockError,
     LockLost,
     LockNotHeld,
     LockStoreError,
     Loss,
     StoreBusy,
-    StoreConflict,
     StoreUnanswered,
-    StoreUnreachable,
 )
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.lock import entering, leaving, operations
@@ -36,12 +34,8 @@ from dblock.core.observing.observers import acquire_and_report
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps, at_once, undone
 from dblock.core.values import Grant, LockInfo
-from dblock.core.wakeup.registry import Wakeup
 from dblock.majority import protocol
-from dblock.majority.asking import Ask, the_asks
 from dblock.majority.protocol import QuorumUnavailable
-
-T = TypeVar("T")
 
 
 class No(NamedTuple):
@@ -71,8 +65,6 @@ class Member:
         self.name, self.database, self.site = self.store.name, self.store.database, runtime.current.site(self.store)
         self.lock = copy.copy(lock)
         self.lock._flow = flow
-        self.asked: list[Ask[Any]] = []
-        """What was asked in the present attempt."""
 
     @property
     def loss(self) -> Loss | None:
@@ -83,26 +75,19 @@ class Member:
         """Remember its answer."""
         self.said, self.cannot = said, cannot
 
-    def ask(self, steps: Steps[T], wakeup: Wakeup, *, reads: bool = False) -> Ask[T]:
-        """Begin the steps; what they get after the caller has gone is given back, unless they only read."""
-        ask = Ask(self.store, steps, wakeup, None if reads else self.undo)
-        self.asked = [*self.asked, ask]
-        return cast("Ask[T]", the_asks().ask(ask))
-
     # -- steps
 
-    def take(self, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None) -> Steps[Grant | No]:
+    def take(self, timeout: float = 0.0, proposed: int = 0) -> Steps[Grant | No]:
         """Take the key, if the database counts (`protocol.standing`); with the proposed fence if the key is free.
 
         Raises StoreBusy if nobody holds it and it cannot be taken: it does not count, or a transaction prevents it.
         """
         said: Rows = ()
         found: Grant | Refused | None = None
-        likely = self.is_held_here() or self.site.expects_contention(self.lock.key)
-        if proposed and not likely and self.database.answers():
+        if proposed and self.database.answers() and not self.site.expects_contention(self.lock.key):
             found, said = yield from self._take_at_once(proposed)
         if found is None:
-            found = yield from self._take_or_wait(timeout, slow_wait or SlowWait())
+            found = yield from self.lock._take(entering.attempt_of(self.lock, self.store, self.flow, timeout))
         if isinstance(found, Refused):
             return (yield from self._why_not(found))
         undo = partial(self.give_back, found.tenure.owner)
@@ -111,10 +96,6 @@ class Member:
             return found
         yield from undo()
         raise StoreBusy(f"new, or restarted: counts in {left:.1f} s", key=self.lock.key)
-
-    def is_held_here(self) -> bool:
-        """Whether a flow of this process holds the key there."""
-        return runtime.current.watchdog.hold_of(self.store, self.lock.key) is not None
 
     def _soon(self) -> float:
         """The local time until which a statement without waiting is tried."""
@@ -130,17 +111,11 @@ class Member:
         taking = partial(protocol.take, self.database, request.parameters(owner), proposed, self._soon())
         try:
             found = yield from undone(taking, partial(self.give_back, owner), LockStoreError)
-        except (StoreConflict, StoreUnreachable):
+        except PASSING as error:
+            if isinstance(error, StoreUnanswered):  # by a connection that was idle while the server restarted, say
+                _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
             return None, ()
-        except StoreUnanswered:
-            _ = runtime.current.waiter_services(self.store).withdraw(self.lock.key, owner)
-            raise
         return found or (None, ())
-
-    def _take_or_wait(self, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
-        attempt = entering.attempt_of(self.lock, self.store, self.flow, timeout)
-        attempt.slow_wait = slow_wait
-        return self.lock._take(attempt)
 
     def _why_not(self, refused: Refused) -> Steps[No]:
         holder = refused.holder

@@ -47,6 +47,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from dblock.core import timing
@@ -73,11 +74,7 @@ class QuorumUnavailable(LockStoreError):
     (Where a majority answers, and others hold the key, it is a LockTimeout.)
     """
 
-    answers: Mapping[str, str]
-
-    def __init__(self, message: str = "", *, key: str | None = None, answers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message, key=key)
-        self.answers = dict(answers or {})
+    answers: Mapping[str, str] = MappingProxyType({})
 
 
 def majority(databases: int) -> int:
@@ -126,13 +123,11 @@ class Majority(NamedTuple):
     confirmed: Mapping[int, Answer]
 
 
-Answers = tuple[Mapping[int, Answer], float]
-"""What the databases of a round have granted or confirmed, and the local time."""
-Attempt = Generator[Round, Answers, Majority | None]
+def attempt(databases: int, ttl: float) -> Generator[Round, tuple[Mapping[int, Answer], float], Majority | None]:
+    """One attempt to get a majority; None if there was none, or too little of its time is left.
 
-
-def attempt(databases: int, ttl: float) -> Attempt:
-    """One attempt to get a majority; None if there was none, or too little of its time is left."""
+    It is sent what the databases of a round have granted or confirmed, and the local time.
+    """
     quorum, everybody = majority(databases), range(databases)
     granted, now = yield Round(What.QUEUE, everybody)
     if not granted:

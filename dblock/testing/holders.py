@@ -52,14 +52,9 @@ Asked = BaseLock | BaseSemaphore[Any] | NoLock[Any, Any] | BaseLeader
 class Busy:
     """Somebody else who holds a key, for a block: `with`, or `async with`."""
 
-    def __init__(
-        self, key: str, store: Store, ttl: float | None, label: str, host: str, *, lock: BaseLock | None
-    ) -> None:
+    def __init__(self, store: Store, request: Request, lock: BaseLock | None) -> None:
         """`lock` acquires what is held; without it the key is, by a writer if it is that of a read-write lock."""
-        self._key, self._store, self._lock = key, store, lock
-        lease = (ENDLESS if _in_memory(store) else TTL) if ttl is None else ttl
-        who = (host, 1, "", "somebody else", "")
-        self._request = Request(key, lease, lease, label, 1, STRANGER, *who)
+        self._key, self._store, self._request, self._lock = request.key, store, request, lock
         self._grants: list[Grant] = []
 
     def _begin(self) -> Steps[None]:
@@ -135,16 +130,16 @@ def busy(
     label, host = valid_text(label, "label"), valid_text(host, "host")
     if hasattr(key, "_members"):
         raise TypeError("busy() takes one key: have a busy(...) of its own for each key of db_locks() or of a majority")
-    if not isinstance(key, BaseLock | BaseSemaphore | NoLock | BaseLeader):
-        return Busy(valid_key(key), _store(key, bind), seconds, label, host, lock=None)
-    asked: Any = key
-    lock: BaseLock = asked.write() if isinstance(key, NoLock) else asked
+    lock: Any = key if isinstance(key, BaseLock) else key.write() if isinstance(key, NoLock) else None
     if isinstance(key, BaseLeader):
-        lock = asked._lock
+        lock = key._lock
     if isinstance(key, BaseSemaphore):
         lock = key.permit()
         vars(lock)["_wanted"] = key.permits
-    return Busy(lock.key, lock._place.store(), seconds, label, host, lock=lock)
+    name = valid_key(key) if lock is None else lock.key
+    store = _store(name, bind) if lock is None else lock._place.store()
+    lease = (ENDLESS if _in_memory(store) else TTL) if seconds is None else seconds
+    return Busy(store, Request(name, lease, lease, label, 1, STRANGER, host, 1, "", "somebody else", ""), lock)
 
 
 def take_away(key: str) -> None:

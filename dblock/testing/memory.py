@@ -238,9 +238,6 @@ class MemoryWatchdog(Watchdog):
     def wake(self) -> None:
         """Do nothing: the caller that moves the clock does what is due."""
 
-    def close(self) -> None:
-        """The process ends, and its locks with it."""
-
 
 class MemoryRuntime(Runtime):
     """The process, as long as its locks are in memory."""

@@ -586,7 +586,7 @@ def test_an_inner_block_whose_entering_is_interrupted_is_left(
 
 
 @in_threads
-@pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back_later"])
+@pytest.mark.parametrize("where", ["_heard", "_note_takes", "note", "_give_back"])
 def test_an_answer_that_an_interrupt_has_met_is_given_back(
     place: Place, actor: Actor, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
