@@ -184,7 +184,8 @@ class Lock(Begins, Guards, SyncLock):
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
         super().__init__(EnginePlace(engine, session), key, *unnamed, **options)
-        refuse_interrupt(self.options)
+        if self.options.interrupt:
+            refuse_interrupt()
 
 
 class AsyncLock(AsyncBegins, AsyncGuards, CoreAsyncLock):

@@ -103,11 +103,6 @@ class Runtime:
             self._pools.add(pool)
         pool.deadlines = self.deadlines
 
-    def pools(self) -> list[AutocommitPool]:
-        """All registered pools."""
-        with self.lock:
-            return list(self._pools)
-
     def forked(self) -> Runtime:
         """The runtime of a forked child, empty but for the pools, whose connections stay the parent's."""
         self.flows.leave_to_parent(os.getppid())
@@ -127,7 +122,9 @@ class Runtime:
 
     def _prune(self) -> bool:
         """Close connections that have been idle for too long; whether others will have been."""
-        return max((pool.prune() for pool in self.pools()), default=False)
+        with self.lock:
+            pools = list(self._pools)
+        return max((pool.prune() for pool in pools), default=False)
 
     def give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
         """Release holds in a database, however often each was entered; returns their number.

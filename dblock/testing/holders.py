@@ -18,7 +18,7 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.request import Request
-from dblock.core.acquire.sharing import Sharing, held_shares
+from dblock.core.acquire.sharing import Sharing, held_shares, share
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
@@ -76,7 +76,7 @@ class Busy:
         if lock is not None:
             found = yield from lock._take(attempt)
         else:
-            found = yield from (Sharing(attempt).write() if kind is KeyKind.READ_WRITE else acquire(attempt))
+            found = yield from (share(attempt, Sharing.write) if kind is KeyKind.READ_WRITE else acquire(attempt))
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_granted", ())]

@@ -251,14 +251,14 @@ def does_not_look(patch: Patch) -> None:
 
 def looks_before_it_takes(patch: Patch) -> None:
     """A writer looks for readers, and then takes the door."""
-    write = Sharing._write
+    write = Sharing.write
 
     def hasty(self: Sharing) -> Steps[Any]:
         if (yield from self._listed(1)):
             return (yield from write(self))
         return (yield from self.door(self.request))
 
-    patch(Sharing, "_write", hasty)
+    patch(Sharing, "write", hasty)
 
 
 def looks_by_what_it_saw_before(patch: Patch) -> None:

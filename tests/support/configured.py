@@ -141,7 +141,7 @@ def _in_django(setting: Setting, subject: Subject) -> Iterator[None]:
 
 def forget_alias(alias: str) -> None:
     """Leave nothing of an alias of Django that a test has made."""
-    for pool in runtime.current.pools():
+    for pool in list(runtime.current._pools):
         if isinstance(pool, DjangoPool) and pool.alias == alias:
             pool.close_all()
     _ = store._stores.pop(alias, None)

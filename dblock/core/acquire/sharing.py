@@ -76,6 +76,20 @@ def leave_shares(site: Site, grants: list[Grant]) -> Steps[None]:
         _ = grants.pop(0)
 
 
+def share(attempt: Attempt, begin: Callable[[Sharing], Steps[T | Refused]]) -> Steps[T | Refused]:
+    """What is begun, or a refusal in place of the errors that only say that it took too long.
+
+    Whatever ends it early, the door is handed on, and what was begun is left.
+    """
+    sharing = Sharing(attempt)
+    try:
+        if attempt.deadline < attempt.start + attempt.timing.single_try:
+            yield from await_first_answer(attempt)
+        return (yield from undone(partial(begin, sharing), sharing.leave_all))
+    except LockStoreError as error:
+        return attempt.refusal(error)
+
+
 class Sharing:
     """An attempt to acquire a share, or the door for a writer."""
 
@@ -94,35 +108,12 @@ class Sharing:
         """Acquire the door, in the time that is left."""
         return acquire(self.attempt.again(request))
 
-    def read(self) -> Steps[Grant | Refused]:
-        """Begin the tenure of a reader."""
-        return self._attempted(self._read())
-
-    def write(self) -> Steps[Grant | Refused]:
-        """Begin the tenure of a writer."""
-        return self._attempted(self._write())
-
-    def acquire(self, permits: Callable[[], int], n: int) -> Steps[list[Grant] | Refused]:
-        """Begin the tenures of `n` permits, or of none; `permits` tells how many there are, for this caller."""
-        return self._attempted(self._acquire(permits, n))
-
     def downgrade(self, tenure: Tenure) -> Steps[Grant | None]:
         """Begin the tenure of a reader beside the writer's own, which has the door; None if that is over."""
         return self._begin_read(admitted=1, holder=tenure.owner, holders_fence=tenure.fence)
 
-    def _attempted(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
-        """The steps, with a refusal in place of the errors that only say that it took too long.
-
-        Whatever ends them early, the door is handed on, and what was begun is left.
-        """
-        try:
-            if self.attempt.deadline < self.attempt.start + self.timing.single_try:
-                yield from await_first_answer(self.attempt)
-            return (yield from undone(lambda: steps, self._leave_all))
-        except LockStoreError as error:
-            return self.attempt.refusal(error)
-
-    def _leave_all(self) -> Steps[None]:
+    def leave_all(self) -> Steps[None]:
+        """Hand the door on, and leave what was begun."""
         yield from self._give_up_door()
         yield from leave_shares(self.site, self.got)
 
@@ -139,7 +130,8 @@ class Sharing:
 
     # -- readers and writers
 
-    def _read(self) -> Steps[Grant | Refused]:
+    def read(self) -> Steps[Grant | Refused]:
+        """Begin the tenure of a reader."""
         growing, tries = pauses(longest=self.timing.grant_retry), 0
         while (grant := (yield from self._begin_read(admitted=1 - self.request.fair))) is None:
             door = yield from self.door(self.waiting)
@@ -180,7 +172,8 @@ class Sharing:
         share = self.request._replace(key=reader_key(key, new_name()))
         return self._begin(self.dialect.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
 
-    def _write(self) -> Steps[Grant | Refused]:
+    def write(self) -> Steps[Grant | Refused]:
+        """Begin the tenure of a writer."""
         while True:
             door = yield from self.door(self.request)
             if isinstance(door, Refused):
@@ -241,7 +234,8 @@ class Sharing:
 
     # -- permits
 
-    def _acquire(self, permits: Callable[[], int], n: int) -> Steps[list[Grant] | Refused]:
+    def acquire(self, permits: Callable[[], int], n: int) -> Steps[list[Grant] | Refused]:
+        """Begin the tenures of `n` permits, or of none; `permits` tells how many there are, for this caller."""
         growing, tries = pauses(), 0
         while True:
             if n == 1 and (grant := (yield from self._take_in_turn(permits))) is not None:

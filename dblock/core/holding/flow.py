@@ -305,7 +305,7 @@ class Hold:
         self.entries = [entry]
         """Its entries, outermost first; empty when only an open transaction keeps it."""
         further = () if outer is None else (outer, *outer.outers)
-        self.outers: list[Hold] = [each for each in further if each.open_entries()]
+        self.outers: list[Hold] = [each for each in further if each.open_entries()] if further else []
         """Lost holds of the same key further out in the same flow, from the inside, whose blocks have not left yet."""
 
     @property
@@ -316,7 +316,7 @@ class Hold:
     @property
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
-        return any(transaction() is not None for transaction in self.kept_by)
+        return bool(self.kept_by) and any(transaction() is not None for transaction in self.kept_by)
 
     def exchange(self, grant: Grant) -> Grant:
         """Hold another tenure, a reader's, in place of its own, which is returned, and is to be released."""

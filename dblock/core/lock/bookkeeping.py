@@ -96,7 +96,7 @@ def take_out(hold: Hold) -> None:
     """Remove a hold from the flow alone."""
     flow, resource = hold.flow(), (hold.store, hold.key)
     if flow is not None and flow.holds.get(resource) is hold:
-        outer = next((each for each in hold.outers if each.open_entries()), None)
+        outer = next((each for each in hold.outers if each.open_entries()), None) if hold.outers else None
         if outer is None:
             _ = flow.holds.pop(resource, None)
         else:

@@ -387,7 +387,8 @@ class SyncLeader(BaseLeader, Blocking):
 
         @functools.wraps(body)
         def lead() -> None:
-            refuse_interrupt(self.options)
+            if self.options.interrupt:
+                refuse_interrupt()
             while self._stopped_in is not runtime.current:
                 self._drive(*self._driving(self._turn, body))
 
@@ -395,7 +396,8 @@ class SyncLeader(BaseLeader, Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded) -> Self:
-        refuse_interrupt(self.options)
+        if self.options.interrupt:
+            refuse_interrupt()
         self._drive(*self._driving(self._enter, its))
         return self
 

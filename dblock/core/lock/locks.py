@@ -57,10 +57,9 @@ def was_ours(hold: Hold, error: BaseException | None) -> bool:
     return not others and type(error).__name__ == "CancelledError"
 
 
-def refuse_interrupt(options: Options) -> None:
-    """Raise TypeError for `interrupt=True`, which a thread would ignore."""
-    if options.interrupt:
-        raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
+def refuse_interrupt() -> NoReturn:
+    """Raise TypeError where a thread would ignore `interrupt=True`."""
+    raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
 
 
 def refuses(message: str) -> Callable[..., NoReturn]:
@@ -141,7 +140,8 @@ class BlockingLocks(Blocking):
 
     @block_begin
     def __enter__(self, its: Loaded) -> Self:
-        refuse_interrupt(self.options)
+        if self.options.interrupt:
+            refuse_interrupt()
         self._drive(self._enter(its))
         return self
 

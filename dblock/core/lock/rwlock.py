@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.sharing import Sharing, held_shares, leave_shares
+from dblock.core.acquire.sharing import Sharing, held_shares, leave_shares, share
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError
 from dblock.core.lock import entering
@@ -27,12 +27,6 @@ from dblock.core.values import Grant, KeyKind, LockInfo
 
 R = TypeVar("R")
 W = TypeVar("W")
-
-
-class _OfReadWriteLock(BaseLock):
-    """The common base of both."""
-
-    _kind, _valid_key = KeyKind.READ_WRITE, staticmethod(valid_shared_key)
 
 
 class NoLock(Generic[R, W]):
@@ -67,13 +61,13 @@ class NoLock(Generic[R, W]):
         )
 
 
-class Reads(_OfReadWriteLock):
+class Reads(BaseLock):
     """The lock of a reader, which holds it beside other readers, and beside no writer."""
 
-    _reading = 1
+    _kind, _valid_key, _reading = KeyKind.READ_WRITE, staticmethod(valid_shared_key), 1
 
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
-        return Sharing(attempt).read()
+        return share(attempt, Sharing.read)
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of this flow if it reads; else of the reader whose row comes first, else None."""
@@ -84,11 +78,13 @@ class Reads(_OfReadWriteLock):
         return (yield from tenures.inspect(database, readers[0])) if readers else None
 
 
-class Writes(_OfReadWriteLock):
+class Writes(BaseLock):
     """The lock of a writer, which holds it alone."""
 
+    _kind, _valid_key = KeyKind.READ_WRITE, staticmethod(valid_shared_key)
+
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
-        return Sharing(attempt).write()
+        return share(attempt, Sharing.write)
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The key's row; that a reader comes through the queue at this moment is no writer."""
