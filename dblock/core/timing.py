@@ -41,7 +41,8 @@ class Timing(NamedTuple):
 
     # -- an attempt to get a key
     single_try: float = 0.25
-    """Longest duration of a try without waiting, whatever the database does."""
+    """Longest duration of a try without waiting, whatever the database does. After conflicts a hand-over is retried for
+    as long; then the next poll of a waiter does it."""
     undo_timeout: float = 1.0
     """Time for an interrupted caller to clean up; what it leaves behind expires."""
     deadlock_check: float = 0.5
@@ -107,11 +108,6 @@ class Timing(NamedTuple):
     def first_connection(self) -> float:
         """Longest wait of a process's first try for its first connection, which takes some 20 round trips."""
         return 20 * self.farthest
-
-    @property
-    def handover_retry(self) -> float:
-        """A hand-over is retried for as long as a try after conflicts; then the next poll of a waiter does it."""
-        return self.single_try
 
     @property
     def pinned_answer(self) -> float:

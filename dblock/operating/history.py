@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
-from dblock.core import runtime
+from dblock.core import clock, runtime, timing
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
 from dblock.core.observing.events import Event, Kind
@@ -170,7 +170,7 @@ def _hear(event: Event, store: Store, who: Mapping[str, Any] | None) -> None:
         histories = watchdog.histories = Histories()
     history = histories.get(store) or histories.setdefault(store, History())
     history.note(store, event, runtime.current_flow().who if who is None else who)
-    watchdog.wake_some_time()
+    watchdog.wake_by(clock.now() + timing.DEFAULT.attention)
 
 
 def record() -> None:

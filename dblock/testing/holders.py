@@ -76,7 +76,9 @@ class Busy:
         if lock is not None:
             found = yield from lock._take(attempt)
         else:
-            found = yield from (share(attempt, Sharing.write) if kind is KeyKind.READ_WRITE else acquire(attempt))
+            found = yield from (
+                share(Sharing(attempt), Sharing.write) if kind is KeyKind.READ_WRITE else acquire(attempt)
+            )
         if not isinstance(found, Grant):
             raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grants = [found, *getattr(lock, "_granted", ())]

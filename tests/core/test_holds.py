@@ -556,6 +556,23 @@ def test_the_withdrawals_of_a_closed_event_loop_are_forgotten(store: FakeStore, 
     assert not watch._keepers
 
 
+def test_at_exit_a_place_is_waited_for_that_a_thread_deletes(store: FakeStore, watch: Watchdog) -> None:
+    """Of a waiter whose time was up just before: else its place would stay, and be granted the key."""
+    begun, deleted = threading.Event(), list[str]()
+
+    def withdraw(_: Any, places: Any) -> Steps[None]:
+        yield from ()
+        begun.set()
+        time.sleep(0.3)
+        deleted.extend(owner for owner, _ in places)
+
+    watch._withdraw = withdraw
+    watch.withdraw(store, None, "k", "late")
+    assert begun.wait(10)
+    watch.close()
+    assert deleted == ["late"]
+
+
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore, watch: Watchdog) -> None:
     """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
     go = threading.Event()

@@ -254,7 +254,7 @@ def looks_before_it_takes(patch: Patch) -> None:
     write = Sharing.write
 
     def hasty(self: Sharing) -> Steps[Any]:
-        if (yield from self._listed(1)):
+        if (yield from sharing.listed(self.database, self.request.key, 1, self.attempt.until)):
             return (yield from write(self))
         return (yield from self.door(self.request))
 
@@ -288,7 +288,7 @@ def expired_is_gone(patch: Patch) -> None:
     readers = Sharing._readers
 
     def alive(self: Sharing, held: Any) -> Steps[list[Any] | None]:
-        rows = yield from self._listed(8)
+        rows = yield from sharing.listed(self.database, self.request.key, 8, self.attempt.until)
         if rows and all(row[3] <= 0 for row in rows):
             return []
         return (yield from readers(self, held))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.request import Refused, Request
-from dblock.core.acquire.sharing import Sharing
+from dblock.core.acquire.sharing import Sharing, share
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol import tenures
@@ -98,9 +98,9 @@ class Member(Flow):
             if kind is KeyKind.LOCK:
                 found: Any = yield from self._take("jk" if self.does == "b" else self.does, request)
             elif permit:
-                found = yield from sharing.acquire(lambda: self.permits, int(self.does))
+                found = yield from share(sharing, lambda it: it.acquire(lambda: self.permits, int(self.does)))
             else:
-                found = yield from (sharing.read() if reading else sharing.write())
+                found = yield from share(sharing, Sharing.read if reading else Sharing.write)
         finally:
             self.breakable = False
         if isinstance(found, Refused):

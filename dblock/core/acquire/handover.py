@@ -72,7 +72,7 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
             if first and (yield from grant(site, key, first, until=until)):
                 site.note_contention(key)
                 return True
-            soon = min(until, database.now() + database.timing.handover_retry)
+            soon = min(until, database.now() + database.timing.single_try)
             view = yield from queue.status(database, key, soon)
             if view is None or view.first > view.last:
                 return False
@@ -141,13 +141,11 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
 
     After an error that holder polls.
     """
-    door = key_of_share(share)
+    door, database = key_of_share(share), site.database
     with contextlib.suppress(LockStoreError):
         if answer is None:
-            until = site.database.now() + site.database.timing.handover_retry
-            _, answer = yield from send(
-                site.database, site.database.dialect.awaited, {"door": door}, until, resend=True
-            )
+            until = database.now() + database.timing.single_try
+            _, answer = yield from send(database, database.dialect.awaited, {"door": door}, until, resend=True)
         if answer and answer[0][0] is not None:
             channel, fence = answer[0]
             yield from site.tell(channel, Message(door_bell(door), int(fence)))
@@ -246,7 +244,7 @@ def _hand_over_local(site: Site, heir: Waiting, held: Grant) -> Steps[Passed]:
     }
     statement, sent = database.dialect.hand_over_local, database.now()
     try:
-        sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
+        sent, rows = yield from send(database, statement, parameters, sent + database.timing.single_try)
     except StoreUnanswered:
         return Passed.UNKNOWN
     except LockStoreError:

@@ -76,18 +76,17 @@ def leave_shares(site: Site, grants: list[Grant]) -> Steps[None]:
         _ = grants.pop(0)
 
 
-def share(attempt: Attempt, begin: Callable[[Sharing], Steps[T | Refused]]) -> Steps[T | Refused]:
+def share(sharing: Sharing, begin: Callable[[Sharing], Steps[T | Refused]]) -> Steps[T | Refused]:
     """What is begun, or a refusal in place of the errors that only say that it took too long.
 
     Whatever ends it early, the door is handed on, and what was begun is left.
     """
-    sharing = Sharing(attempt)
     try:
-        if attempt.deadline < attempt.start + attempt.timing.single_try:
-            yield from await_first_answer(attempt)
+        if sharing.attempt.deadline < sharing.attempt.start + sharing.timing.single_try:
+            yield from await_first_answer(sharing.attempt)
         return (yield from undone(partial(begin, sharing), sharing.leave_all))
     except LockStoreError as error:
-        return attempt.refusal(error)
+        return sharing.attempt.refusal(error)
 
 
 class Sharing:
@@ -217,7 +216,7 @@ class Sharing:
                 return []
             if none_left:  # no share begins while this attempt has the door
                 return None
-            rows = yield from self._listed(READERS_LISTED)
+            rows = yield from listed(self.database, self.request.key, READERS_LISTED, self.attempt.until)
             if not rows:  # the last one has just left, or the door was lost
                 none_left = True
                 continue
@@ -228,9 +227,6 @@ class Sharing:
             _, deleted = yield from send(self.database, self.dialect.end_expired, over, self.attempt.until, resend=True)
             if len(deleted) < len(ended):  # a transaction pins one of them, or it was renewed, or keys are closed
                 return list(rows)
-
-    def _listed(self, most: int) -> Steps[Rows]:
-        return (yield from listed(self.database, self.request.key, most, self.attempt.until))
 
     # -- permits
 
@@ -303,7 +299,7 @@ class Sharing:
                 if grant is not None:
                     return grant
             if not tried:
-                rows = yield from self._listed(permits())
+                rows = yield from listed(self.database, self.request.key, permits(), self.attempt.until)
                 free = [slot_of(str(row[0])) for row in rows if row[3] <= 0]
                 slots = [slot for slot in free if slot is not None and slot < permits()]
                 slots = random.sample(slots, min(2, len(slots)))
@@ -314,7 +310,7 @@ class Sharing:
         if n > permits():
             raise ValueError(f"{self.request.key!r} has {permits()} permits by now, and so never {n} at a time")
         key, mine = self.request.key, {grant.tenure.key for grant in self.got}
-        rows = yield from self._listed(2 * permits())
+        rows = yield from listed(self.database, key, 2 * permits(), self.attempt.until)
         known = {str(row[0]): row for row in rows}
         names = [slot_key(key, slot) for slot in range(permits())]
         taken = mine | {name for name, row in known.items() if row[3] > 0}

@@ -199,7 +199,7 @@ class Attempt(Waiting):
         if (left := self.place) is not None:
             if (yield from queue.adopt_place(self.database, request, left.owner, self.until)):
                 return QueuePlace(self.owner, left.ticket, left.sent, self.database.now(), left.joined), None
-            yield from handover.undo_takes(self.site, [(left.owner, self.request.key)], self.timing.handover_retry)
+            yield from handover.undo_takes(self.site, [(left.owner, self.request.key)], self.timing.single_try)
             self.place = None
         return (yield from queue.join(self.database, request, self.until))
 
@@ -342,7 +342,7 @@ class Attempt(Waiting):
 
     def _time_to_undo(self) -> float:
         """Seconds for an orderly clean-up."""
-        return min(self.timing.handover_retry, max(self.until - self.database.now(), 0.0))
+        return min(self.timing.single_try, max(self.until - self.database.now(), 0.0))
 
     def _round_trip(self) -> float:
         """Seconds before the deadline in which no statement is sent, as its answer would come too late."""

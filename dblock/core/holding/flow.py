@@ -304,8 +304,7 @@ class Hold:
         """Whether it is renewed until it is released."""
         self.entries = [entry]
         """Its entries, outermost first; empty when only an open transaction keeps it."""
-        further = () if outer is None else (outer, *outer.outers)
-        self.outers: list[Hold] = [each for each in further if each.open_entries()] if further else []
+        self.outers: list[Hold] = [] if outer is None else [it for it in (outer, *outer.outers) if it.open_entries()]
         """Lost holds of the same key further out in the same flow, from the inside, whose blocks have not left yet."""
 
     @property

@@ -11,7 +11,6 @@ def fence_of(lock: BaseLock | int) -> int:
         return lock
     if not isinstance(lock, BaseLock):
         raise TypeError(f"a fence is a lock or a number, not {type(lock).__name__}")
-    fence: int | None = lock.fence
-    if fence is None:
+    if (fence := lock.fence) is None:
         raise lock._not_held("write under")
     return fence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
-from dblock.core.acquire.sharing import free_slots, held_shares, leave_shares, share
+from dblock.core.acquire.sharing import Sharing, free_slots, held_shares, leave_shares, share
 from dblock.core.acquire.waiting import Attempt
 from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Block, Hold
@@ -97,7 +97,7 @@ class IsPermit(BaseLock):
         try:
             if not self._granted:
                 wanted, self._wanted = self._wanted, 1
-                found = yield from share(attempt, lambda it: it.acquire(lambda: self._semaphore.permits, wanted))
+                found = yield from share(Sharing(attempt), lambda s: s.acquire(lambda: self._semaphore.permits, wanted))
                 if isinstance(found, Refused):
                     return found
                 self._granted += sorted(found, key=lambda grant: grant.tenure.key)

@@ -67,7 +67,7 @@ class Reads(BaseLock):
     _kind, _valid_key, _reading = KeyKind.READ_WRITE, staticmethod(valid_shared_key), 1
 
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
-        return share(attempt, Sharing.read)
+        return share(Sharing(attempt), Sharing.read)
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of this flow if it reads; else of the reader whose row comes first, else None."""
@@ -84,7 +84,7 @@ class Writes(BaseLock):
     _kind, _valid_key = KeyKind.READ_WRITE, staticmethod(valid_shared_key)
 
     def _take(self, attempt: Attempt) -> Steps[Grant | Refused]:
-        return share(attempt, Sharing.write)
+        return share(Sharing(attempt), Sharing.write)
 
     def _inspect(self) -> Steps[LockInfo | None]:
         """The key's row; that a reader comes through the queue at this moment is no writer."""

@@ -222,7 +222,7 @@ def grant(
     if there is no waiter, a transaction pins the key, or another one is changing its row at this moment. `here`: prefix
     of the channels that this process can notify by itself. `until`: the local time after which it is not retried.
     """
-    dialect, until = database.dialect, min(until, database.now() + database.timing.handover_retry)
+    dialect, until = database.dialect, min(until, database.now() + database.timing.single_try)
     parameters: dict[str, str | int] = {
         "key": key,
         "first": first,
@@ -252,7 +252,7 @@ def first_waiter(
 ) -> Steps[tuple[int, str, str] | None]:
     """The first live waiter from a ticket on: its ticket, where its process listens, its owner token."""
     asked: Parameters = {"key": key, "first": first}
-    until = min(until, database.now() + database.timing.handover_retry)
+    until = min(until, database.now() + database.timing.single_try)
     _, rows = yield from send(database, database.dialect.first_waiter, asked, until, resend=True)
     return (int(rows[0][0]), str(rows[0][1]), Masked(rows[0][2])) if rows else None
 
@@ -261,7 +261,7 @@ def call(database: Database, channel: str, message: Message) -> Steps[None]:
     """Let the database notify the process that listens on a channel, if it can."""
     statement = database.dialect.call
     if statement is not None and CHANNEL.fullmatch(channel):
-        until = database.now() + database.timing.handover_retry
+        until = database.now() + database.timing.single_try
         _ = yield from send(database, statement, {"channel": channel, "message": message.text()}, until, resend=True)
 
 
@@ -284,7 +284,7 @@ def adopt_place(database: Database, request: Parameters, owner: str, until: floa
 def clear(database: Database, key: str, last: int) -> Steps[None]:
     """Clear a queue without live waiters, unless a waiter has joined after ticket `last`."""
     parameters: Parameters = {"key": key, "last": last}
-    until = database.now() + database.timing.handover_retry
+    until = database.now() + database.timing.single_try
     _ = yield from send(database, database.dialect.clear, parameters, until, resend=True)
 
 

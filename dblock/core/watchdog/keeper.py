@@ -145,16 +145,22 @@ class Keeper(Worker):
 
     def begin_to_withdraw(self) -> None:
         """Begin to delete places, unless a thread or task does. With an event loop it is called there."""
-        with self._lock:
-            if self.left and not going_on(self._withdrawal):
-                steps = self.withdraw_all()
-                self._withdrawal = ref(steps)
-                if self.loop is None:
-                    self.begin(steps, long=True)
-                else:
-                    self._begin_task(steps, undisturbed=True)
+        steps = self.withdrawal()
+        if steps is not None and self.loop is None:
+            self.begin(steps, long=True)
+        elif steps is not None:
+            self._begin_task(steps, undisturbed=True)
 
-    def withdraw_all(self) -> Steps[None]:
+    def withdrawal(self) -> Steps[None] | None:
+        """The steps that delete places, for the caller to run; None if there are none, or others run such steps."""
+        with self._lock:
+            if not self.left or going_on(self._withdrawal):
+                return None
+            steps = self._withdraw_all()
+            self._withdrawal = ref(steps)
+            return steps
+
+    def _withdraw_all(self) -> Steps[None]:
         """Delete places until there are no more."""
         while True:
             with self._lock:

@@ -141,10 +141,6 @@ class Watchdog(Worker):
             keeper.left[owner] = key
             if key or loop is not None:
                 keeper.begin_to_withdraw()
-        self.wake_some_time()
-
-    def wake_some_time(self) -> None:
-        """Begin a round within a second or so, for work that is not urgent."""
         self.wake_by(clock.now() + timing.DEFAULT.attention)
 
     def _keeper(self, store: Store, loop: Any) -> Keeper:
@@ -253,8 +249,7 @@ class Watchdog(Worker):
             warn("%r was never released by a thread or task that has ended", hold.shown)
             lease.renewing = False
         elif lease.renewing and not hold.can_be_released:
-            what = "a `with` on %r was interrupted before it was left, or its session was dropped: its lease expires"
-            warn(what, hold.shown)
+            warn("a `with` on %r was interrupted before it was left, or its session lost: it expires", hold.shown)
             lease.renewing = False  # unless its flow enters it again
         if now >= lease.acquired + hold.max_hold or (hold.loop is not None and hold.loop.is_closed()):
             lease.renewing = False
@@ -316,6 +311,6 @@ class Watchdog(Worker):
             for store, _, steps in self.histories.begin() if self.histories else ():
                 run_apart(store, steps)
             for (store, loop), keeper in list(self._keepers.items()):
-                if loop is None:
-                    run_apart(store, keeper.withdraw_all())
+                if loop is None and (steps := keeper.withdrawal()) is not None:
+                    run_apart(store, steps)
             time.sleep(0.005)
