@@ -122,8 +122,9 @@ class Runtime:
 
     def _prune(self) -> bool:
         """Close connections that have been idle for too long; whether others will have been."""
-        with self.lock:
-            return max([pool.prune() for pool in self._pools], default=False)
+        with self.lock:  # which is not held while a pool's own is taken
+            pools = list(self._pools)
+        return max([pool.prune() for pool in pools], default=False)
 
     def give_back(self, store: Store, holds: Sequence[Hold]) -> Steps[int]:
         """Release holds in a database, however often each was entered; returns their number.

@@ -117,6 +117,31 @@ def test_a_hand_over_that_arrives_late_is_found_too() -> None:
     assert process.nobody()
 
 
+def test_an_heir_that_is_interrupted_with_a_place_and_the_key_keeps_neither() -> None:
+    """A holder of its process has handed it the key, though it had joined the queue already."""
+    world, _, holder, relay, heir = handing_over(300)
+    join = begun(world, heir, "join")
+    answer = world.execute(relay)
+    step: Any = heir.send(world.execute(join))
+    assert play(world, holder, {}, answer) is True
+    while not (isinstance(step, Execute) and step.statement.name == "leave_queue"):
+        step = heir.send(world.execute(step) if isinstance(step, Execute) else None)
+    with pytest.raises(Interrupted):
+        play(world, heir, {}, error=Interrupted())
+    assert world.rows["k"]["owner"] is None
+    assert not world.waiters
+
+
+def test_one_that_waits_for_its_turn_may_begin_again() -> None:
+    """Nobody of its local queue could read the row, in an outage: it waits on, with another token."""
+    process = Process(World())
+    waiter = Attempt(wish(), process.site, None, lambda: process)
+    waiter.enter(None)
+    before = waiter.owner
+    waiter.local_queue.begin_again(waiter)
+    assert (waiter.stage.name, waiter.owner != before) == ("WAITING", True)
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
     """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""

@@ -185,7 +185,8 @@ class LocalQueue:
             if waiter.grant is over:
                 waiter.give_up_tokens()
                 waiter.grant, waiter.owner = None, waiter.request.new_owner()
-                waiter.move(Stage.WAITING)
+                if waiter.stage is not Stage.WAITING:
+                    waiter.move(Stage.WAITING)
 
     def leave(self, waiter: Waiting, got: Grant | None = None) -> None:
         """Leave, with the tenure `got` or the one that was handed over, if any; else the tokens are given up.

@@ -68,7 +68,14 @@ def free_slots(database: Database, key: str, permits: int, until: float | None =
 
 
 def leave_shares(site: Site, grants: list[Grant]) -> Steps[None]:
-    """Leave shares that were begun for nothing, and take them off the list; after an error their leases end."""
+    """Leave shares that were begun for nothing, also if interrupted, and take them off the list.
+
+    After an error their leases end.
+    """
+    return undone(partial(_leave_each, site, grants), partial(_leave_each, site, grants))
+
+
+def _leave_each(site: Site, grants: list[Grant]) -> Steps[None]:
     until = site.database.now() + site.database.timing.undo_timeout
     while grants:
         with contextlib.suppress(LockError):
@@ -274,8 +281,8 @@ class Sharing:
         if self.request.key in self.site.local_queues:
             return None
         attempt.wakeup = Wakeup(self.database)
-        self.site.trying.enter(attempt, alone=False, handover_expected=False)
         try:
+            self.site.trying.enter(attempt, alone=False, handover_expected=False)
             grant = yield from self._take_slot(permits)
             until = min(now() + self.timing.single_try, self.attempt.deadline)
             while grant is None and attempt.local_queue.until_queueing(attempt) > 0 and (left := until - now()) > 0:

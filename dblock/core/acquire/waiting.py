@@ -102,9 +102,17 @@ class Attempt(Waiting):
 
     def clean_up(self, *, behind: bool) -> Steps[None]:
         """Delete its place and release what it may have been granted: with `behind` in the background, else at once."""
+        queued = self.stage is Stage.QUEUED or bool(self.place or self.given_up)
         self.leave()
         self.give_up_tokens()
-        yield from self._withdraw(behind=behind)
+        if behind:
+            yield from self._withdraw()
+            return
+        until, tokens = self.database.now() + self.timing.undo_timeout, self.given_up
+        if queued and tokens:
+            _ = yield from queue.leave_queue(self.database, tokens, self.timing.undo_timeout)
+        seconds = max(until - self.database.now(), self.timing.near)  # whatever the places were granted, or handed
+        yield from handover.undo_takes(self.site, [(owner, self.request.key) for owner in tokens], seconds)
 
     def refusal(self, error: LockStoreError) -> Refused:
         """The refusal in place of an error that only says that it took too long; any other one is raised."""
@@ -324,16 +332,12 @@ class Attempt(Waiting):
                 _ = yield from queue.leave_queue(self.database, [place.owner], self._time_to_undo())
             self.place = None
 
-    def _withdraw(self, *, behind: bool = True) -> Steps[None]:
-        """Delete the places and release the tenures of unwanted tokens; `behind`: in the background if that is done."""
-        left = [
-            (owner, self.request.key)
-            for owner in self.given_up
-            if not (behind and self.find_services().withdraw(self.request.key, owner))
-        ]
+    def _withdraw(self) -> Steps[None]:
+        """Delete the places and release the tenures of unwanted tokens; in the background if the process does that."""
+        key, services = self.request.key, self.find_services()
+        left = [(owner, key) for owner in self.given_up if not services.withdraw(key, owner)]
         if left:
-            seconds = self._time_to_undo() if behind else self.timing.undo_timeout
-            yield from handover.withdraw(self.site, left, seconds)
+            yield from handover.withdraw(self.site, left, self._time_to_undo())
         self.given_up = ()
 
     def _left(self) -> float:

@@ -20,11 +20,10 @@ from dblock.core.protocol.steps import Call, Cancel, Execute, Outcome, Rows, Sle
 T = TypeVar("T")
 
 
-def drive(steps: Steps[T], *, cancel: Cancel | None = None) -> T:
-    """Drive `steps` to their end in this thread and return their result."""
+def drive(steps: Steps[T], error: BaseException | None = None, process: int = 0, *, cancel: Cancel | None = None) -> T:
+    """Drive `steps` to their end in this thread and return their result; begin by throwing `error` if there is one."""
     reply: Rows | Outcome | None = None
-    error: BaseException | None = None
-    process = os.getpid()
+    process = process or os.getpid()
     try:
         while True:
             try:
@@ -47,6 +46,10 @@ def drive(steps: Steps[T], *, cancel: Cancel | None = None) -> T:
                     raise
                 error = raised  # the generator decides, Ctrl-C included
                 cancel = cancel if isinstance(raised, LockError) else None
+    except BaseException as raised:
+        if getgeneratorstate(steps) == GEN_CLOSED:
+            raise
+        return drive(steps, raised, process)  # a signal handler has raised while another error was handled
     finally:
         del error  # it refers to this frame
 
@@ -66,7 +69,14 @@ def _outcome(call: Call) -> Outcome:
         return Outcome(None, error)
 
 
-async def adrive(steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel | None = None) -> T:
+async def adrive(
+    steps: Steps[T],
+    error: BaseException | None = None,
+    process: int = 0,
+    *,
+    undisturbed: bool = False,
+    cancel: Cancel | None = None,
+) -> T:
     """Drive `steps` to their end in this task and return their result.
 
     A cancellation is thrown into them once, or is what a function has raised that they call. The steps after it, or all
@@ -74,9 +84,8 @@ async def adrive(steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel |
     cancels a task again and again until it has ended); the last of these is raised then.
     """
     reply: Rows | Outcome | None = None
-    error: BaseException | None = None
     put_off: list[BaseException] = []
-    process = os.getpid()
+    process = process or os.getpid()
     try:
         while True:
             try:
@@ -104,6 +113,10 @@ async def adrive(steps: Steps[T], *, undisturbed: bool = False, cancel: Cancel |
                 error = raised  # the generator decides, cancellation included
                 cancel = cancel if isinstance(raised, LockError) else None
                 undisturbed = undisturbed or isinstance(raised, asyncio.CancelledError)
+    except BaseException as raised:
+        if getgeneratorstate(steps) == GEN_CLOSED:
+            raise
+        return await adrive(steps, raised, process, undisturbed=undisturbed)
     finally:
         del error
 
