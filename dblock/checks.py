@@ -285,14 +285,18 @@ def check_tables(app_configs: Any = None, databases: Collection[str] | None = No
             yield _told("E008", text)
     table = Lock._meta.db_table
     migrates = "dblock" not in settings.MIGRATION_MODULES and router.allow_migrate_model(connection.alias, Lock)
-    known = ("dblock", "0001_initial") in MigrationRecorder(connection).applied_migrations()
-    if fine and table in there and migrates and not known:
+    if fine and table in there and migrates and not _is_applied(connection):
         yield _told(
             "W010",
             f"The table `{table}` in database {connection.alias!r} was made by another program than migrate, which "
             "will say that it exists already.",
             connection.alias,
         )
+
+
+def _is_applied(connection: BaseDatabaseWrapper) -> bool:
+    """Whether migrate has made the tables."""
+    return ("dblock", "0001_initial") in MigrationRecorder(connection).applied_migrations()
 
 
 def _is_ours(table: str, connection: BaseDatabaseWrapper) -> bool:

@@ -47,7 +47,8 @@ class DjangoStore(BaseStore):
     def __init__(self, alias: str) -> None:
         connection = connections[valid_alias(alias)]
         vendor = connection.vendor
-        refuse_untried(vendor, connection.Database.__name__.removesuffix(".dbapi2"), f"database {alias!r}")  # type: ignore[attr-defined]
+        driver = getattr(connection, "Database", None)  # which Django's dummy of an empty DATABASES lacks
+        refuse_untried(vendor, getattr(driver, "__name__", "").removesuffix(".dbapi2"), f"database {alias!r}")
         tables = conf.tables()
         _ = (
             conf.reaping(),

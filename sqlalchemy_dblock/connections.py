@@ -183,11 +183,15 @@ class InMemory:
         connection, pool = PooledConnection(), self._engine.pool
         known: Any
         if isinstance(pool, StaticPool):  # one connection for all threads: its return to the pool rolls back for all
-            known = pool._do_get()
             while not self._enter(connection):
                 if clock.now() > until:
                     raise PoolExhausted("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
+            try:  # only now: the application may have disposed of the engine meanwhile
+                known = self._engine.pool._do_get()
+            except BaseException:
+                self.give(connection)
+                raise
         else:
             known = connection.lent = self._engine.raw_connection()
         connection.raw, connection.commits = known.dbapi_connection, not known.driver_connection.in_transaction

@@ -10,7 +10,6 @@ is added to it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from dblock.core.errors import LockError, LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.holding.lease import Lease
 from dblock.core.lock.bookkeeping import take_out
+from dblock.core.log import warn
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -155,13 +155,15 @@ class Held(Hold):
 
     def _grow(self) -> None:
         """Ask the missing databases, without waiting for their answers: the moment has come."""
-        if self._is_live():
-            self.grow_at(clock.now() + self.lease.ttl / 3)  # first: what is lost from now on is asked at once
-            if self.loop is None:
-                self._ask_missing()
-            else:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
+            if self._is_live():
+                self.grow_at(clock.now() + self.lease.ttl / 3)  # first: what is lost from now on is asked at once
+                if self.loop is None:
+                    self._ask_missing()
+                elif not self.loop.is_closed():
                     self.loop.call_soon_threadsafe(self._ask_missing)
+        except Exception as error:  # noqa: BLE001 - others depend on this thread
+            warn("could not ask the missing databases of %r: %r", self.key, error)
 
     def _ask_missing(self) -> None:
         for each in self.missing():

@@ -108,6 +108,23 @@ def test_checks_of_the_settings(settings: dict[str, Any], expected: list[str]) -
         assert all(message.hint for message in found)
 
 
+def test_a_database_that_is_not_configured_is_refused_as_an_unsupported_one() -> None:
+    """Django's dummy, of `DATABASES = {}` or an empty `default` beside others, has no driver."""
+    code = """
+import django
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["dblock"])
+django.setup()
+from dblock import UnsupportedDatabase, db_lock
+try:
+    db_lock("k").acquire()
+except UnsupportedDatabase as error:
+    print(error)
+"""
+    told = python("-c", code, environment=without("DJANGO_SETTINGS_MODULE")).stdout
+    assert "speaks unknown" in told
+
+
 def test_an_unsupported_database_is_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """E004, by its name."""
     monkeypatch.setattr(connections["postgresql"], "vendor", "oracle")
