@@ -35,7 +35,7 @@ with lock("free"):
     pass
 {between}
 try:
-    with lock("pinned", timeout=0.3):
+    with lock("pinned", timeout=1):
         pass
 except LockTimeout as error:
     print(error)
@@ -46,7 +46,7 @@ async def main():
     async with lock("free"):
         pass
     try:
-        async with lock("pinned", timeout=0.3):
+        async with lock("pinned", timeout=1):
             pass
     except LockTimeout as error:
         print(error)
