@@ -58,6 +58,11 @@ EQUIVALENT: Final = (
         "the CASE says so as well, for a scan that comes to the locks of other keys",
     ),
     Excuse(
+        *("postgresql", "end_expired", "lock_key = ANY (ARRAY(SELECT * -> TRUE"),
+        "the condition on `due.name` says so as well, where it is asked before the CASE",
+        sure=False,
+    ),
+    Excuse(
         *("postgresql", "*", 'COLLATE "C" -> nothing'),
         "a database's default collation is deterministic, and the hash is then of the bytes alone",
     ),
