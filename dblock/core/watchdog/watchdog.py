@@ -249,7 +249,7 @@ class Watchdog(Worker):
             warn("%r was never released by a thread or task that has ended", hold.shown)
             lease.renewing = False
         elif lease.renewing and not hold.can_be_released:
-            warn("a `with` on %r was interrupted before it was left, or its session lost: it expires", hold.shown)
+            warn("a `with` on %r was interrupted before it was left, or its session was lost: it expires", hold.shown)
             lease.renewing = False  # unless its flow enters it again
         if now >= lease.acquired + hold.max_hold or (hold.loop is not None and hold.loop.is_closed()):
             lease.renewing = False
